@@ -1,0 +1,28 @@
+"""`python -m xllm_metadata --include | --cmakedir | --fields`: what a C++ build needs to know."""
+
+from __future__ import annotations
+
+import argparse
+
+from xllm_metadata.docs import fields_page
+from xllm_metadata.paths import get_cmake_dir, get_include
+
+
+def main() -> None:
+    """Prints what was asked for, one answer a line."""
+    parser = argparse.ArgumentParser(prog="python -m xllm_metadata", description=__doc__)
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--include", action="store_true", help="print the folder of the C++ headers")
+    group.add_argument("--cmakedir", action="store_true", help="print the folder of the CMake package")
+    group.add_argument("--fields", action="store_true", help="print the field table of the step contract")
+    arguments = parser.parse_args()
+    if arguments.include:
+        print(get_include())
+    elif arguments.cmakedir:
+        print(get_cmake_dir())
+    else:
+        print(fields_page())
+
+
+if __name__ == "__main__":
+    main()

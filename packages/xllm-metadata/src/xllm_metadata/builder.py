@@ -1,0 +1,123 @@
+"""Reference builder of step metadata, for tests and tools. C++ has its own builder and both must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltAttentionMetadata:
+    """Metadata of one step as plain tensors; satisfies `AttentionMetadata`. See `FIELDS` for each field's meaning."""
+
+    slot_mapping: torch.Tensor
+    paged_kv_indptr: torch.Tensor
+    paged_kv_indices: torch.Tensor
+    paged_kv_last_page_len: torch.Tensor
+    kv_cu_seq_lens: torch.Tensor
+    qo_indptr: torch.Tensor | None
+    kv_seq_lens_host: torch.Tensor
+    paged_kv_indptr_host: torch.Tensor
+    paged_kv_last_page_len_host: torch.Tensor
+    qo_indptr_host: torch.Tensor | None
+    max_query_len: int
+    max_seq_len: int
+    is_prefill: bool
+    is_chunked_prefill: bool
+    block_table: torch.Tensor | None = None
+    kv_seq_lens: torch.Tensor | None = None
+    q_seq_lens: torch.Tensor | None = None
+    linear_state_indices: torch.Tensor | None = None
+    has_initial_state: torch.Tensor | None = None
+    dp_token_counts: torch.Tensor | None = None
+    dp_is_decode: torch.Tensor | None = None
+
+    @property
+    def q_cu_seq_lens(self) -> torch.Tensor | None:
+        """The same tensor as `qo_indptr`."""
+        return self.qo_indptr
+
+
+def build_attention_metadata(
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    page_size: int,
+    device: torch.device | str = "cpu",
+) -> BuiltAttentionMetadata:
+    """Builds the metadata of one step.
+
+    Args:
+        q_lens: this step's tokens of each sequence, B numbers.
+        kv_lens: KV length of each sequence, this step's tokens included, B numbers.
+        block_tables: page indices of each sequence; at least ceil(kv_len / page_size), further ones are ignored.
+        page_size: tokens a page.
+        device: where the device tensors lie; host mirrors stay on the host, pinned when this is a CUDA device.
+
+    The step is decode when every sequence has exactly one token; prefill when no sequence has a prefix
+    (and one has other than one token); chunked in all other cases. A step without sequences is decode.
+
+    Raises:
+        ValueError: lengths that contradict each other, or too few pages; names the sequence, value and limit.
+    """
+    _check_inputs(q_lens, kv_lens, block_tables, page_size)
+    num_pages = [-(-kv_len // page_size) for kv_len in kv_lens]
+    slots: list[int] = []
+    for q_len, kv_len, table in zip(q_lens, kv_lens, block_tables, strict=True):
+        slots += [table[p // page_size] * page_size + p % page_size for p in range(kv_len - q_len, kv_len)]
+    indices = [page for table, n in zip(block_tables, num_pages, strict=True) for page in table[:n]]
+    last_page_lens = [(kv_len - 1) % page_size + 1 if kv_len else 0 for kv_len in kv_lens]
+
+    is_decode = all(q_len == 1 for q_len in q_lens)
+    is_prefill = not is_decode and list(q_lens) == list(kv_lens)
+
+    device = torch.device(device)
+    pages_host = _host_tensor([0, *accumulate(num_pages)], device)
+    last_host = _host_tensor(last_page_lens, device)
+    kv_host = _host_tensor([0, *accumulate(kv_lens)], device)
+    qo_host = None if is_decode else _host_tensor([0, *accumulate(q_lens)], device)
+    return BuiltAttentionMetadata(
+        slot_mapping=_host_tensor(slots, device).to(device),
+        paged_kv_indptr=pages_host.to(device),
+        paged_kv_indices=_host_tensor(indices, device).to(device),
+        paged_kv_last_page_len=last_host.to(device),
+        kv_cu_seq_lens=kv_host.to(device),
+        qo_indptr=None if qo_host is None else qo_host.to(device),
+        kv_seq_lens_host=kv_host,
+        paged_kv_indptr_host=pages_host,
+        paged_kv_last_page_len_host=last_host,
+        qo_indptr_host=qo_host,
+        max_query_len=max(q_lens, default=0),
+        max_seq_len=max(kv_lens, default=0),
+        is_prefill=is_prefill,
+        is_chunked_prefill=not is_decode and not is_prefill,
+    )
+
+
+def _host_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def _check_inputs(
+    q_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Sequence[Sequence[int]], page_size: int
+) -> None:
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    if not len(q_lens) == len(kv_lens) == len(block_tables):
+        raise ValueError(
+            f"q_lens, kv_lens and block_tables have {len(q_lens)}, {len(kv_lens)} and {len(block_tables)} entries; "
+            "each must have one per sequence"
+        )
+    for i, (q_len, kv_len, table) in enumerate(zip(q_lens, kv_lens, block_tables, strict=True)):
+        if not 0 <= q_len <= kv_len:
+            raise ValueError(f"sequence {i}: q_len {q_len} must be between 0 and its kv_len {kv_len}")
+        need = -(-kv_len // page_size)
+        if len(table) < need:
+            raise ValueError(
+                f"sequence {i}: kv_len {kv_len} needs {need} pages of {page_size}, its block table has {len(table)}"
+            )
+        if any(page < 0 for page in table[:need]):
+            raise ValueError(f"sequence {i}: page index {min(table[:need])} is negative")

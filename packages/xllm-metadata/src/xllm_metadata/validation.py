@@ -1,0 +1,193 @@
+"""`validate`: checks one step's metadata against everything the contract promises.
+
+For tests and for debugging a host; it reads device tensors back, so a production step does not call it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from xllm_metadata.fields import FIELDS, Field, Kind, When, Where
+from xllm_metadata.protocol import AttentionMetadata
+
+_MIRRORS = {
+    "kv_seq_lens_host": "kv_cu_seq_lens",
+    "paged_kv_indptr_host": "paged_kv_indptr",
+    "paged_kv_last_page_len_host": "paged_kv_last_page_len",
+    "qo_indptr_host": "qo_indptr",
+}
+_INDPTRS = ("paged_kv_indptr", "kv_cu_seq_lens", "qo_indptr")
+_DTYPES = {Kind.TENSOR_INT32: torch.int32, Kind.TENSOR_BOOL: torch.bool}
+
+
+def validate(metadata: AttentionMetadata, *, num_tokens: int, num_seqs: int, num_blocks: int, page_size: int) -> None:
+    """Checks the metadata of a step.
+
+    Args:
+        metadata: what to check.
+        num_tokens: T, rows of the step's token ids; rows beyond the last sequence's must write nothing.
+        num_seqs: B.
+        num_blocks: pages in the KV cache.
+        page_size: tokens a page.
+
+    Raises:
+        ValueError: names the field, its value and the limit.
+    """
+    decode = _check_flags(metadata)
+    for field in FIELDS:
+        _check_field(field, metadata, {"T": num_tokens, "B": num_seqs}, decode)
+    values = {
+        field.name: getattr(metadata, field.name).tolist()
+        for field in FIELDS
+        if field.kind.is_tensor and len(field.shape) == 1 and getattr(metadata, field.name) is not None
+    }
+    for host, device in _MIRRORS.items():
+        if host in values and values[host] != values[device]:
+            i, ours, theirs = next(
+                (i, a, b) for i, (a, b) in enumerate(zip(values[host], values[device], strict=True)) if a != b
+            )
+            raise ValueError(f"{host}[{i}] is {ours}; {device} on the device has {theirs}")
+    for name in _INDPTRS:
+        if name in values:
+            _check_indptr(name, values[name])
+    q_lens = _query_lens(values, num_tokens, num_seqs)
+    _check_lengths(metadata, values, q_lens, decode)
+    _check_pages(values, num_blocks, page_size)
+    _check_slots(values, q_lens, page_size, num_blocks)
+    _check_optional(metadata, values, q_lens)
+
+
+def _check_flags(metadata: AttentionMetadata) -> bool:
+    for name in ("is_prefill", "is_chunked_prefill"):
+        if not isinstance(getattr(metadata, name), bool):
+            raise ValueError(f"{name} is {getattr(metadata, name)!r}; it must be a bool")
+    if metadata.is_prefill and metadata.is_chunked_prefill:
+        raise ValueError("is_prefill and is_chunked_prefill are both True; at most one may be")
+    return not (metadata.is_prefill or metadata.is_chunked_prefill)
+
+
+def _check_field(field: Field, metadata: AttentionMetadata, sizes: dict[str, int], decode: bool) -> None:
+    value = getattr(metadata, field.name)
+    if not field.kind.is_tensor:
+        if field.kind is Kind.INT and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError(f"{field.name} is {value!r}; it must be an int of at least 0")
+        return
+    if value is None:
+        if field.when is When.ALWAYS or (field.when is When.UNLESS_DECODE and not decode):
+            raise ValueError(f"{field.name} is None; it must be a tensor in this step")
+        return
+    if value.dtype is not _DTYPES[field.kind]:
+        raise ValueError(f"{field.name} has dtype {value.dtype}; it must be {_DTYPES[field.kind]}")
+    expected = torch.device("cpu") if field.where is Where.HOST else metadata.slot_mapping.device
+    if value.device != expected or value.device.type == "meta":
+        raise ValueError(f"{field.name} is on device {value.device}; it must be on {expected}")
+    if value.dim() != len(field.shape):
+        raise ValueError(f"{field.name} has {value.dim()} dimensions; it must have {len(field.shape)}")
+    if not value.is_contiguous():
+        raise ValueError(f"{field.name} has strides {value.stride()}; it must be contiguous")
+    for axis, symbol in enumerate(field.shape):
+        base = symbol.removesuffix("+1")
+        size = sizes[base] + symbol.endswith("+1") if base in sizes else None
+        if size is not None and value.shape[axis] != size:
+            raise ValueError(f"{field.name} has {value.shape[axis]} entries; {symbol} is {size}")
+
+
+def _check_indptr(name: str, values: list[int]) -> None:
+    if values[0] != 0:
+        raise ValueError(f"{name}[0] is {values[0]}; it must be 0")
+    for i, (low, high) in enumerate(pairwise(values)):
+        if high < low:
+            raise ValueError(f"{name}[{i + 1}] is {high}, below {name}[{i}], which is {low}")
+
+
+def _query_lens(values: dict[str, list[int]], num_tokens: int, num_seqs: int) -> list[int]:
+    if "qo_indptr" not in values:
+        if num_tokens != num_seqs:
+            raise ValueError(f"a decode step has one token a sequence: {num_tokens} tokens, {num_seqs} sequences")
+        return [1] * num_seqs
+    if values["qo_indptr"][-1] > num_tokens:
+        raise ValueError(f"qo_indptr ends at {values['qo_indptr'][-1]}; the step has {num_tokens} tokens")
+    return [high - low for low, high in pairwise(values["qo_indptr"])]
+
+
+def _check_lengths(metadata: AttentionMetadata, values: dict[str, list[int]], q_lens: list[int], decode: bool) -> None:
+    kv_lens = [high - low for low, high in pairwise(values["kv_cu_seq_lens"])]
+    for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        empty_row = decode and kv_len == 0
+        if q_len > kv_len and not empty_row:
+            raise ValueError(f"qo_indptr gives sequence {i} {q_len} tokens; its KV length is {kv_len}")
+        if decode and q_len != 1:
+            raise ValueError(f"qo_indptr gives sequence {i} {q_len} tokens; a decode step has 1")
+        if metadata.is_prefill and q_len != kv_len:
+            raise ValueError(f"is_prefill: sequence {i} has {q_len} tokens of KV length {kv_len}; they must be equal")
+    for name, lens in (("max_query_len", q_lens), ("max_seq_len", kv_lens)):
+        if getattr(metadata, name) != max(lens, default=0):
+            raise ValueError(f"{name} is {getattr(metadata, name)}; the longest is {max(lens, default=0)}")
+
+
+def _check_pages(values: dict[str, list[int]], num_blocks: int, page_size: int) -> None:
+    indptr, indices = values["paged_kv_indptr"], values["paged_kv_indices"]
+    if indptr[-1] != len(indices):
+        raise ValueError(f"paged_kv_indptr ends at {indptr[-1]}; paged_kv_indices has {len(indices)} entries")
+    for i, page in enumerate(indices):
+        if not 0 <= page < num_blocks:
+            raise ValueError(f"paged_kv_indices[{i}] is {page}; the cache has pages 0 to {num_blocks - 1}")
+    kv_lens = [high - low for low, high in pairwise(values["kv_cu_seq_lens"])]
+    for i, (kv_len, (low, high)) in enumerate(zip(kv_lens, pairwise(indptr), strict=True)):
+        last, num_pages = values["paged_kv_last_page_len"][i], high - low
+        smallest, largest = (1, page_size) if kv_len else (0, 0)
+        if not smallest <= last <= largest:
+            raise ValueError(
+                f"paged_kv_last_page_len[{i}] is {last}; with KV length {kv_len} it must be {smallest} to {largest}"
+            )
+        if num_pages != -(-kv_len // page_size):
+            raise ValueError(
+                f"paged_kv_indptr gives sequence {i} {num_pages} pages of {page_size}; "
+                f"its KV length {kv_len} in kv_cu_seq_lens needs {-(-kv_len // page_size)}"
+            )
+        if kv_len and (num_pages - 1) * page_size + last != kv_len:
+            raise ValueError(
+                f"paged_kv_last_page_len[{i}] is {last}; with {num_pages} pages of {page_size} that is KV length "
+                f"{(num_pages - 1) * page_size + last}, kv_cu_seq_lens has {kv_len}"
+            )
+
+
+def _check_slots(values: dict[str, list[int]], q_lens: list[int], page_size: int, num_blocks: int) -> None:
+    slots, indptr = values["slot_mapping"], values["paged_kv_indptr"]
+    for t, slot in enumerate(slots):
+        if not -1 <= slot < num_blocks * page_size:
+            raise ValueError(f"slot_mapping[{t}] is {slot}; it must be -1 to {num_blocks * page_size - 1}")
+    kv_lens = [high - low for low, high in pairwise(values["kv_cu_seq_lens"])]
+    writer: dict[int, int] = {}
+    t = 0
+    for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        pages = values["paged_kv_indices"][indptr[i] : indptr[i + 1]]
+        for position in range(kv_len - q_len, kv_len):
+            expected = -1
+            if position >= 0:  # a decode row of KV length 0 writes nothing
+                expected = pages[position // page_size] * page_size + position % page_size
+            if slots[t] != expected:
+                raise ValueError(
+                    f"slot_mapping[{t}] is {slots[t]}; sequence {i}'s page table puts position {position} at {expected}"
+                )
+            if expected >= 0 and writer.setdefault(expected, i) != i:
+                raise ValueError(f"slot_mapping[{t}] is {expected}; sequences {writer[expected]} and {i} both write it")
+            t += 1
+    for row in range(t, len(slots)):
+        if slots[row] != -1:
+            raise ValueError(f"slot_mapping[{row}] is {slots[row]}; a row beyond the last sequence must have -1")
+
+
+def _check_optional(metadata: AttentionMetadata, values: dict[str, list[int]], q_lens: list[int]) -> None:
+    kv_lens = [high - low for low, high in pairwise(values["kv_cu_seq_lens"])]
+    for name, lens in (("kv_seq_lens", kv_lens), ("q_seq_lens", q_lens)):
+        if name in values and values[name] != lens:
+            raise ValueError(f"{name} is {values[name]}; the offsets give {lens}")
+    if metadata.block_table is not None:
+        indptr, indices = values["paged_kv_indptr"], values["paged_kv_indices"]
+        for i, row in enumerate(metadata.block_table.tolist()):
+            pages = indices[indptr[i] : indptr[i + 1]]
+            if row[: len(pages)] != pages:
+                raise ValueError(f"block_table[{i}] is {row}; paged_kv_indices has {pages}")
