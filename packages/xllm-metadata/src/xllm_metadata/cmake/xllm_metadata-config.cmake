@@ -1,0 +1,10 @@
+# Defines the header-only target xllm::metadata. The headers use ATen's: link it together with torch.
+cmake_minimum_required(VERSION 3.20)
+if(NOT TARGET xllm::metadata)
+  add_library(xllm::metadata INTERFACE IMPORTED)
+  get_filename_component(_xllm_metadata_include "${CMAKE_CURRENT_LIST_DIR}/../include" ABSOLUTE)
+  target_include_directories(xllm::metadata INTERFACE "${_xllm_metadata_include}")
+  target_compile_features(xllm::metadata INTERFACE cxx_std_20)
+  unset(_xllm_metadata_include)
+endif()
+set(xllm_metadata_FOUND TRUE)

@@ -1,0 +1,44 @@
+// The metadata of one step, as the C++ framework builds it. `python -m xllm_metadata --fields` documents every field;
+// the bridge compares this struct with that table when it starts.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "xllm/metadata/property.h"
+
+namespace xllm {
+
+// T tokens, B sequences, P pages, R data-parallel ranks, W pages a row. Tensors are int32 and contiguous.
+// An UNLESS_DECODE field is std::nullopt in a decode step. The struct owns references; the memory must stay alive and
+// unmodified until the stream on which the step was executed has passed it.
+struct AttentionMetadata {
+  REFLECT_PROPERTIES();
+
+  PROPERTY(at::Tensor, slot_mapping);                           // [T], device
+  PROPERTY(at::Tensor, paged_kv_indptr);                        // [B + 1], device
+  PROPERTY(at::Tensor, paged_kv_indices);                       // [P], device
+  PROPERTY(at::Tensor, paged_kv_last_page_len);                 // [B], device
+  PROPERTY(at::Tensor, kv_cu_seq_lens);                         // [B + 1], device
+  PROPERTY(std::optional<at::Tensor>, qo_indptr);               // [B + 1], device, unless decode
+  PROPERTY(at::Tensor, kv_seq_lens_host);                       // [B + 1], host, cumulative
+  PROPERTY(at::Tensor, paged_kv_indptr_host);                   // [B + 1], host
+  PROPERTY(at::Tensor, paged_kv_last_page_len_host);            // [B], host
+  PROPERTY(std::optional<at::Tensor>, qo_indptr_host);          // [B + 1], host, unless decode
+  PROPERTY(int64_t, max_query_len) = 0;
+  PROPERTY(int64_t, max_seq_len) = 0;
+  PROPERTY(bool, is_prefill) = false;
+  PROPERTY(bool, is_chunked_prefill) = false;
+
+  PROPERTY(std::optional<at::Tensor>, block_table);             // [B, W], device
+  PROPERTY(std::optional<at::Tensor>, kv_seq_lens);             // [B], device
+  PROPERTY(std::optional<at::Tensor>, q_seq_lens);              // [B], device
+  PROPERTY(std::optional<at::Tensor>, linear_state_indices);    // [B], device
+  PROPERTY(std::optional<at::Tensor>, has_initial_state);       // [B] bool, device
+  PROPERTY(std::optional<at::Tensor>, dp_token_counts);         // [R], host
+  PROPERTY(std::optional<at::Tensor>, dp_is_decode);            // [R] bool, host
+};
+
+}  // namespace xllm
