@@ -1,0 +1,234 @@
+"""`AttentionBackend`: the interface between the attention op and the code that attends.
+
+Owns the order of calls (bind, plan, run), the checks that hold for every backend, the grouping of layers by spec and
+the plan counts. How a step is planned and run belongs to the subclasses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, final
+
+import torch
+
+from xllm_metadata import AttentionMetadata, LayerCache
+
+from .binding import check_caches
+from .spec import AttentionSpec
+
+
+class Phase(Enum):
+    """What kind of step it is: the two flags of the metadata as one value."""
+
+    PREFILL = "prefill"  # whole prompts, no prefix
+    CHUNKED = "chunked"  # chunks, prefixes, mixed batches, several tokens a sequence in decode
+    DECODE = "decode"  # one token each
+
+    @classmethod
+    def of(cls, metadata: AttentionMetadata) -> Phase:
+        """The phase of a step. Raises `ValueError` when both flags are set."""
+        if metadata.is_prefill and metadata.is_chunked_prefill:
+            raise ValueError("is_prefill and is_chunked_prefill are both True; at most one may be")
+        if metadata.is_prefill:
+            return cls.PREFILL
+        return cls.CHUNKED if metadata.is_chunked_prefill else cls.DECODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendCapabilities:
+    """What a backend can do. None means no restriction."""
+
+    full_graph_phases: frozenset[Phase] = frozenset()  # phases whose run() may be captured after plan(graph=True)
+    dtypes: frozenset[torch.dtype] | None = None
+    head_dims: frozenset[int] | None = None
+    group_sizes: frozenset[int] | None = None
+    device_types: frozenset[str] | None = None
+
+    def refusal(self, spec: AttentionSpec, *, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why the combination cannot be served, as `thing value; served are ...`; None when it can."""
+        for thing, value, served in (
+            ("dtype", dtype, self.dtypes),
+            ("head_dim", spec.head_dim, self.head_dims),
+            ("group size", spec.group_size, self.group_sizes),
+            ("device", device.type, self.device_types),
+        ):
+            if served is not None and value not in served:
+                return f"{thing} {value}; served are {sorted(served, key=str)}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step as the planning hooks see it. Lives for one `plan` call: the metadata's memory is the caller's."""
+
+    metadata: AttentionMetadata
+    phase: Phase
+    graph: bool
+    num_tokens: int  # T, rows of slot_mapping, padding included
+    num_seqs: int  # B, padding included
+
+
+class AttentionBackend(ABC):
+    """Attention over paged KV caches [num_blocks, page_size, num_kv_heads, head_dim] for all layers of a model.
+
+    `bind_kv_caches` once, then for every step `plan` once and `run` once per layer. Subclasses fill the four hooks
+    `_bind`, `_plan_step`, `_plan_group` and `_run`, and set `name` and `capabilities`.
+
+    Args:
+        specs: one per layer; the index is the layer_id.
+        device: where caches, queries and device metadata lie.
+        dtype: of queries and caches.
+        max_num_seqs: sequences a step at most, padding included.
+        max_num_tokens: tokens a step at most, padding included.
+        max_model_len: KV length of a sequence at most.
+
+    Raises:
+        ValueError: no layer, a limit below 1, or a spec that the backend cannot serve.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[BackendCapabilities]
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        if not specs:
+            raise ValueError("specs is empty; a backend needs at least one layer")
+        for limit, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_tokens", max_num_tokens),
+            ("max_model_len", max_model_len),
+        ):
+            if value < 1:
+                raise ValueError(f"{limit} is {value}; it must be at least 1")
+        self.specs = tuple(specs)
+        self.device = device
+        self.dtype = dtype
+        self.max_num_seqs = max_num_seqs
+        self.max_num_tokens = max_num_tokens
+        self.max_model_len = max_model_len
+        layers_of: dict[AttentionSpec, list[int]] = {}
+        for layer_id, spec in enumerate(self.specs):
+            layers_of.setdefault(spec, []).append(layer_id)
+        for spec, layers in layers_of.items():
+            if refusal := self.capabilities.refusal(spec, device=device, dtype=dtype):
+                raise ValueError(f"attention backend {self.name!r} cannot serve layer {layers[0]}: {refusal}")
+        self.group_specs = tuple(layers_of)
+        self.groups = tuple(tuple(layers) for layers in layers_of.values())
+        group_of = {layer_id: group for group, layers in enumerate(self.groups) for layer_id in layers}
+        self.group_of_layer = tuple(group_of[layer_id] for layer_id in range(len(self.specs)))
+        self._plan_counts = [0] * len(self.groups)
+        self._bound = False
+        self._num_tokens: int | None = None  # of the planned step
+
+    @property
+    def plan_counts(self) -> tuple[int, ...]:
+        """Plans made so far, one number per group of `groups`."""
+        return tuple(self._plan_counts)
+
+    @final
+    def bind_kv_caches(self, caches: Sequence[LayerCache]) -> None:
+        """Gives the backend its caches, one per layer; their memory stays the caller's.
+
+        Strides are free as long as no two elements overlap. A step that was planned before is forgotten.
+
+        Raises:
+            ValueError: wrong number, rank, shape, dtype, device or strides, or unequal page sizes.
+        """
+        page_size = check_caches(caches, self.specs, device=self.device, dtype=self.dtype)
+        self._num_tokens = None
+        self._bind([(cache.k, cache.v) for cache in caches if cache.k is not None and cache.v is not None], page_size)
+        self._bound = True
+
+    @final
+    def plan(self, metadata: AttentionMetadata, *, graph: bool = False) -> None:
+        """Prepares one step: one plan per group, which all its layers reuse. Never waits for the device.
+
+        Args:
+            metadata: of the step; read during this call only.
+            graph: the step is, or will be, replayed from a full graph: fill persistent buffers whose addresses depend
+                on the bucket (the padded number of sequences) only, so that a captured `run` stays right.
+
+        Raises:
+            RuntimeError: no cache is bound.
+            ValueError: a step beyond the limits, contradictory metadata, or a phase that cannot be captured.
+        """
+        if not self._bound:
+            raise RuntimeError("plan was called before bind_kv_caches")
+        self._num_tokens = None  # a step whose plan fails must not run on the previous one's
+        step = self._step(metadata, graph)
+        self._plan_step(step)
+        for group in range(len(self.groups)):
+            self._plan_group(step, group)
+            self._plan_counts[group] += 1
+        self._num_tokens = step.num_tokens
+
+    @final
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+        """Appends k, v at the step's slots (those below 0 are skipped), attends, and writes all of `out`.
+
+        T tokens, H heads, K kv heads, D head dim. Launches only; after `plan(graph=True)` it may be captured.
+
+        Args:
+            q: [T, H, D], any strides. T may exceed the planned step's tokens: the rest is padding.
+            k, v: [T, K, D], any strides.
+            out: [T, H, D]. Rows that belong to no live token, and those of KV length 0, get 0.
+            layer_id: the layer.
+
+        Raises:
+            RuntimeError: no step is planned.
+            ValueError: fewer rows than the step has tokens.
+        """
+        if self._num_tokens is None:
+            raise RuntimeError("run was called before plan: every step needs its plan(metadata)")
+        if q.shape[0] < self._num_tokens:
+            raise ValueError(f"q has {q.shape[0]} rows; the planned step has {self._num_tokens} tokens")
+        self._run(q, k, v, out, layer_id)
+
+    @abstractmethod
+    def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
+        """Takes the checked (k, v) caches, one pair per layer."""
+
+    @abstractmethod
+    def _plan_step(self, step: Step) -> None:
+        """Prepares what all groups share, such as the slots to write. Called before the groups' plans."""
+
+    @abstractmethod
+    def _plan_group(self, step: Step, group: int) -> None:
+        """Prepares the step for the layers of `groups[group]`, whose spec is `group_specs[group]`."""
+
+    @abstractmethod
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+        """`run` after its checks."""
+
+    def _step(self, metadata: AttentionMetadata, graph: bool) -> Step:
+        phase = Phase.of(metadata)
+        num_tokens = metadata.slot_mapping.shape[0]
+        num_seqs = metadata.kv_seq_lens_host.shape[0] - 1
+        for thing, value, limit, limit_name in (
+            ("number of sequences", num_seqs, self.max_num_seqs, "max_num_seqs"),
+            ("number of tokens", num_tokens, self.max_num_tokens, "max_num_tokens"),
+            ("max_seq_len", metadata.max_seq_len, self.max_model_len, "max_model_len"),
+        ):
+            if value > limit:
+                raise ValueError(f"{thing} {value} exceeds {limit_name} {limit}")
+        if phase is Phase.DECODE and num_tokens != num_seqs:
+            raise ValueError(f"a decode step has one token a sequence: {num_tokens} tokens, {num_seqs} sequences")
+        if phase is not Phase.DECODE and (metadata.qo_indptr is None or metadata.qo_indptr_host is None):
+            raise ValueError(f"qo_indptr or qo_indptr_host is None; a {phase.value} step must have both")
+        if graph and phase not in self.capabilities.full_graph_phases:
+            raise ValueError(
+                f"attention backend {self.name!r} cannot run a {phase.value} step in a full graph; it can for "
+                f"{sorted(p.value for p in self.capabilities.full_graph_phases)}"
+            )
+        return Step(metadata=metadata, phase=phase, graph=graph, num_tokens=num_tokens, num_seqs=num_seqs)

@@ -1,0 +1,74 @@
+"""Attention of some query rows over some keys, both dense. Owns the formula; knows nothing of pages or batches."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from ...spec import AttentionSpec
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor:
+    """Attends R query rows over L keys. R rows, L keys, H heads, K kv heads, D head dim.
+
+    Args:
+        q: [R, H, D].
+        k, v: [L, K, D].
+        spec: shape and formula.
+        mask: [R, L] added to the scores (0 or -inf); None when every row sees every key, or when `causal` says.
+        causal: row i sees keys 0..i; needs R = L and no mask, and no soft cap.
+
+    Returns:
+        [R, H, D] in q's dtype.
+    """
+    if spec.logits_soft_cap:
+        return _attend_capped(q, k, v, spec, mask)
+    if q.shape[0] == 1:
+        # The heads of a group see the same keys, so they may stand as rows: [1, K, G, D] needs no repeated keys.
+        grouped = q.reshape(1, spec.num_kv_heads, spec.group_size, spec.head_dim)
+        out = F.scaled_dot_product_attention(
+            grouped, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=spec.scale
+        )
+        return out.reshape(1, spec.num_heads, spec.head_dim)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=causal,
+        scale=spec.scale,
+        enable_gqa=spec.group_size > 1,
+    )
+    return out[0].transpose(0, 1)
+
+
+def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(scores / cap); the scores themselves when cap is 0."""
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What scores and sums are kept in: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _attend_capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """`attend` written out, since the fused kernels know no soft cap."""
+    high = accumulation_dtype(q.dtype)
+    grouped = q.reshape(q.shape[0], spec.num_kv_heads, spec.group_size, spec.head_dim).to(high)
+    scores = torch.einsum("rkgd,lkd->kgrl", grouped, k.to(high)) * spec.scale
+    scores = soft_cap(scores, spec.logits_soft_cap)
+    if mask is not None:
+        scores = scores + mask
+    out = torch.einsum("kgrl,lkd->rkgd", scores.softmax(dim=-1), v.to(high))
+    return out.reshape(q.shape).to(q.dtype)

@@ -1,0 +1,75 @@
+"""`TorchBackend`: which of the plans serves a step. Owns the bound caches and the current plans, no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
+from .append import AppendPlan, append, plan_append
+from .dense_decode import DenseDecode
+from .ragged import RaggedPlan, plan_ragged, run_ragged
+
+
+class TorchBackend(AttentionBackend):
+    """Paged attention in PyTorch ops, for any device, head dim and group size.
+
+    A step planned with graph=True (decode only) runs in fixed shapes and may be captured; it reads max_model_len (or
+    window) keys a row, whatever the lengths. Every other step runs sequence by sequence over real tokens only.
+    """
+
+    name = "torch"
+    capabilities = BackendCapabilities(
+        full_graph_phases=frozenset({Phase.DECODE}),
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+    )
+
+    def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
+        self._caches = tuple(caches)
+        self._page_size = page_size
+        self._plans: list[RaggedPlan | DenseDecode] = [
+            RaggedPlan(spec=spec, sequences=(), num_rows=0) for spec in self.group_specs
+        ]
+        self._append_buffers: AppendPlan | None = None
+        self._dense: tuple[DenseDecode, ...] = ()
+
+    def _plan_step(self, step: Step) -> None:
+        self._append = plan_append(step.metadata.slot_mapping, self._page_size)
+        if step.graph:
+            self._append = self._persistent_append().refill(self._append)
+
+    def _plan_group(self, step: Step, group: int) -> None:
+        if step.graph:
+            self._dense[group].fill(step)
+            self._plans[group] = self._dense[group]
+        else:
+            self._plans[group] = plan_ragged(step, self.group_specs[group], self._page_size, self.dtype)
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+        k_cache, v_cache = self._caches[layer_id]
+        append(self._append, k, k_cache)
+        append(self._append, v, v_cache)
+        plan = self._plans[self.group_of_layer[layer_id]]
+        if isinstance(plan, DenseDecode):
+            plan.run(q, k_cache, v_cache, out)
+        else:
+            run_ragged(plan, q, k_cache, v_cache, out)
+
+    def _persistent_append(self) -> AppendPlan:
+        """The buffers of graph steps, made at the first one, so that a host without graphs does not pay for them."""
+        if self._append_buffers is None:
+            # Ordinary tensors even when the first plan is made in inference mode: later ones may not be.
+            with torch.inference_mode(False):
+                self._append_buffers = AppendPlan.allocate(self.max_num_tokens, self.device)
+                self._dense = tuple(
+                    DenseDecode(
+                        spec,
+                        page_size=self._page_size,
+                        max_num_seqs=self.max_num_seqs,
+                        max_model_len=self.max_model_len,
+                        device=self.device,
+                    )
+                    for spec in self.group_specs
+                )
+        return self._append_buffers

@@ -1,0 +1,71 @@
+"""Checks of the KV caches at binding time, the same for every backend. Owns no state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xllm_metadata import LayerCache
+
+from .spec import AttentionSpec
+
+
+def check_caches(
+    caches: Sequence[LayerCache], specs: Sequence[AttentionSpec], *, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Checks that the caches fit the layers, and returns their common page size.
+
+    Raises:
+        ValueError: names the layer, the tensor, what it has and what it must have.
+    """
+    if len(caches) != len(specs):
+        raise ValueError(f"{len(caches)} KV caches for {len(specs)} layers; every layer needs one")
+    page_sizes: dict[int, int] = {}  # page size -> first layer that has it
+    for layer_id, (cache, spec) in enumerate(zip(caches, specs, strict=True)):
+        for slot, tensor in (("k", cache.k), ("v", cache.v)):
+            name = f"{slot} cache of layer {layer_id}"
+            if tensor is None:
+                raise ValueError(f"{name} is None")
+            _check_tensor(name, tensor, spec, device, dtype)
+            page_sizes.setdefault(tensor.shape[1], layer_id)
+        if cache.k is not None and cache.v is not None and cache.k.shape != cache.v.shape:
+            raise ValueError(
+                f"k and v cache of layer {layer_id} have shapes {list(cache.k.shape)} and {list(cache.v.shape)}; "
+                "they must be equal"
+            )
+    if len(page_sizes) > 1:
+        listed = ", ".join(f"{size} (layer {layer_id})" for size, layer_id in page_sizes.items())
+        raise ValueError(f"page sizes differ: {listed}; all caches must have the same")
+    return next(iter(page_sizes))
+
+
+def _check_tensor(
+    name: str, tensor: torch.Tensor, spec: AttentionSpec, device: torch.device, dtype: torch.dtype
+) -> None:
+    if tensor.dim() != 4:
+        raise ValueError(
+            f"{name} has {tensor.dim()} dimensions; it must have 4: [num_blocks, page_size, num_kv_heads, head_dim]"
+        )
+    for axis, what, expected in ((2, "num_kv_heads", spec.num_kv_heads), (3, "head_dim", spec.head_dim)):
+        if tensor.shape[axis] != expected:
+            raise ValueError(f"{name} has {what} {tensor.shape[axis]}; its layer has {expected}")
+    for axis, what in ((0, "num_blocks"), (1, "page_size")):
+        if tensor.shape[axis] < 1:
+            raise ValueError(f"{name} has {what} {tensor.shape[axis]}; it must be at least 1")
+    if tensor.dtype is not dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; the backend was made for {dtype}")
+    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        raise ValueError(f"{name} is on {tensor.device}; the backend was made for {device}")
+    if _overlaps(tensor):
+        raise ValueError(f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}; elements overlap")
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory: some stride is shorter than the extent of the dimensions below it."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return True
+        extent = max(extent, stride * (size - 1) + extent)
+    return False
