@@ -1,0 +1,52 @@
+// A Python model held by C++. Owns a reference to the model; destruction is safe on any thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "xllm/metadata/model_args.h"
+
+namespace xllm::executor {
+
+// What one layer needs of a paged KV cache: tensors k and v of [num_blocks, page_size, num_kv_heads, head_dim].
+struct CacheShape {
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+};
+
+struct LoadOptions {
+  std::string model_path;       // a checkpoint folder: config.json and *.safetensors
+  std::string device = "cpu";   // "cpu", "cuda", "cuda:1", ...
+  std::string dtype;            // "float32", "bfloat16", "float16"; empty: what the config says
+  bool progress = false;        // show a progress bar on stderr
+};
+
+class PyCausalLM {
+ public:
+  // Builds the model of a checkpoint folder and loads its weights. Throws PythonError for whatever Python refuses.
+  static PyCausalLM load(const LoadOptions& options, const ParallelArgs& parallel = {});
+
+  [[nodiscard]] const ModelArgs& args() const noexcept;
+  [[nodiscard]] at::ScalarType dtype() const noexcept;
+  [[nodiscard]] c10::Device device() const noexcept;
+  // One entry a layer, this rank's share.
+  [[nodiscard]] const std::vector<CacheShape>& cache_shapes() const noexcept;
+
+  PyCausalLM(PyCausalLM&&) noexcept;
+  PyCausalLM& operator=(PyCausalLM&&) noexcept;
+  ~PyCausalLM();
+
+ private:
+  friend class PyExecutor;
+  struct Impl;
+  explicit PyCausalLM(std::unique_ptr<Impl> impl) noexcept;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace xllm::executor

@@ -1,0 +1,30 @@
+// Errors that cross from Python to C++. Owns no interpreter state: everything is text.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace xllm::executor {
+
+// A Python exception. what() is "type: message"; the traceback is kept apart, for a log.
+class PythonError : public std::runtime_error {
+ public:
+  PythonError(std::string type, std::string message, std::string traceback)
+      : std::runtime_error(type + ": " + message),
+        type_(std::move(type)),
+        message_(std::move(message)),
+        traceback_(std::move(traceback)) {}
+
+  // The exception's class, "ValueError" say; other than builtins with their module.
+  [[nodiscard]] const std::string& type() const noexcept { return type_; }
+  [[nodiscard]] const std::string& message() const noexcept { return message_; }
+  // As Python prints it, the message included; empty when there is none.
+  [[nodiscard]] const std::string& traceback() const noexcept { return traceback_; }
+
+ private:
+  std::string type_;
+  std::string message_;
+  std::string traceback_;
+};
+
+}  // namespace xllm::executor

@@ -1,0 +1,17 @@
+// Internal: what a PyCausalLM holds.
+#pragma once
+
+#include "python_object.h"
+#include "xllm/executor/causal_lm.h"
+
+namespace xllm::executor {
+
+struct PyCausalLM::Impl {
+  PythonObject model;
+  ModelArgs args;
+  at::ScalarType dtype = at::ScalarType::Float;
+  c10::Device device = c10::Device(c10::DeviceType::CPU);
+  std::vector<CacheShape> cache_shapes;
+};
+
+}  // namespace xllm::executor

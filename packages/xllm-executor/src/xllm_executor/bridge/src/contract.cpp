@@ -1,0 +1,49 @@
+#include "contract.h"
+
+#include <ATen/Context.h>
+
+#include <optional>
+#include <type_traits>
+
+#include "xllm/metadata/attention_metadata.h"
+#include "xllm/metadata/version.h"
+
+namespace xllm::executor {
+
+namespace {
+
+template <class T>
+struct Describe {
+  static constexpr bool optional = false;
+  static constexpr const char* kind() {
+    if constexpr (std::is_same_v<T, at::Tensor>) {
+      return "tensor";
+    } else if constexpr (std::is_same_v<T, bool>) {
+      return "bool";
+    } else {
+      static_assert(std::is_integral_v<T>, "a metadata field is a tensor, an int or a bool");
+      return "int";
+    }
+  }
+};
+
+template <class T>
+struct Describe<std::optional<T>> : Describe<T> {
+  static constexpr bool optional = true;
+};
+
+}  // namespace
+
+std::pair<int, int> contract_version() { return {kContractVersionMajor, kContractVersionMinor}; }
+
+std::vector<std::tuple<std::string, std::string, bool>> describe_contract() {
+  std::vector<std::tuple<std::string, std::string, bool>> fields;
+  for_each_property_of<AttentionMetadata>([&]<class Member>(Property<Member AttentionMetadata::*> property) {
+    fields.emplace_back(std::string(property.name), Describe<Member>::kind(), Describe<Member>::optional);
+  });
+  return fields;
+}
+
+void* linked_torch_symbol() { return reinterpret_cast<void*>(&at::globalContext); }
+
+}  // namespace xllm::executor

@@ -1,0 +1,124 @@
+#include "xllm/executor/executor.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <array>
+
+#include "causal_lm_impl.h"
+#include "convert.h"
+#include "metadata_view.h"
+#include "python_object.h"
+
+namespace xllm::executor {
+
+namespace py = pybind11;
+
+namespace {
+
+py::object wrap_tensor(const at::Tensor& tensor) {
+  PyObject* object = THPVariable_Wrap(tensor);
+  if (object == nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(object);
+}
+
+py::object wrap_tensor(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? wrap_tensor(*tensor) : py::object(py::none());
+}
+
+py::dict config_dict(const Config& config) {
+  py::dict dict;
+  for (const auto& [key, value] : config) {
+    dict[py::str(key)] = std::visit([](const auto& item) { return to_python(item); }, value);
+  }
+  return dict;
+}
+
+}  // namespace
+
+struct PyExecutor::Impl {
+  PythonObject executor;
+  PythonObject execute;  // the bound method, looked up once
+
+  // Throws after shutdown.
+  [[nodiscard]] const py::object& live() const {
+    if (!executor) {
+      throw std::runtime_error("the executor was shut down");
+    }
+    return executor.get();
+  }
+};
+
+PyExecutor::PyExecutor(PyExecutor&&) noexcept = default;
+PyExecutor& PyExecutor::operator=(PyExecutor&&) noexcept = default;
+PyExecutor::~PyExecutor() = default;
+
+PyExecutor::PyExecutor(const PyCausalLM& model, const Config& config, int64_t max_seqs_per_batch)
+    : impl_(std::make_unique<Impl>()) {
+  with_gil([&] {
+    py::object executor = py::module_::import("xllm_executor")
+                              .attr("ModelExecutor")(model.impl_->model.get(), config_dict(config), max_seqs_per_batch);
+    impl_->execute = PythonObject(executor.attr("execute"));
+    impl_->executor = PythonObject(std::move(executor));
+  });
+}
+
+void PyExecutor::bind_kv_caches(const std::vector<std::vector<at::Tensor>>& caches) {
+  with_gil([&] {
+    py::list layers;
+    for (const auto& tensors : caches) {
+      py::tuple layer(tensors.size());
+      for (std::size_t i = 0; i < tensors.size(); ++i) {
+        layer[i] = tensors[i].defined() ? wrap_tensor(tensors[i]) : py::object(py::none());
+      }
+      layers.append(std::move(layer));
+    }
+    impl_->live().attr("bind_kv_caches")(layers);
+  });
+}
+
+void PyExecutor::warmup() {
+  with_gil([&] { impl_->live().attr("warmup")(); });
+}
+
+at::Tensor PyExecutor::execute(const at::Tensor& tokens,
+                               const at::Tensor& positions,
+                               const AttentionMetadata& metadata,
+                               const std::optional<at::Tensor>& logits_indices) {
+  return with_gil([&] {
+    impl_->live();
+    const MetadataView view(metadata);
+    const py::object py_tokens = wrap_tensor(tokens);
+    const py::object py_positions = wrap_tensor(positions);
+    const py::object py_indices = wrap_tensor(logits_indices);
+    const std::array<PyObject*, 4> arguments = {py_tokens.ptr(), py_positions.ptr(), view.handle().ptr(),
+                                                py_indices.ptr()};
+    const auto result = py::reinterpret_steal<py::object>(
+        PyObject_Vectorcall(impl_->execute.get().ptr(), arguments.data(), arguments.size(), nullptr));
+    if (!result) {
+      throw py::error_already_set();
+    }
+    if (!THPVariable_Check(result.ptr())) {
+      throw std::runtime_error("execute returned " + std::string(py::str(py::type::of(result))) + "; a tensor is needed");
+    }
+    return THPVariable_Unpack(result.ptr());
+  });
+}
+
+std::string PyExecutor::stats_json() const {
+  return with_gil([&]() -> std::string {
+    return py::str(py::module_::import("json").attr("dumps")(impl_->live().attr("stats")()));
+  });
+}
+
+void PyExecutor::shutdown() {
+  if (!impl_->executor) {
+    return;
+  }
+  with_gil([&] { impl_->live().attr("shutdown")(); });
+  impl_->execute.reset();
+  impl_->executor.reset();
+}
+
+}  // namespace xllm::executor

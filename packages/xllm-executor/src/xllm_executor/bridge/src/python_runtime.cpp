@@ -1,0 +1,177 @@
+#include "xllm/executor/python_runtime.h"
+
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/version.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <filesystem>
+#include <mutex>
+#include <tuple>
+
+#include "child_process.h"
+#include "contract.h"
+#include "python_object.h"
+
+namespace xllm::executor {
+
+namespace py = pybind11;
+
+namespace {
+
+std::atomic<PythonRuntime*> g_runtime{nullptr};
+std::atomic<bool> g_exiting{false};
+std::mutex g_start_mutex;
+
+std::runtime_error cannot_start(const std::string& why) {
+  return std::runtime_error("cannot start Python: " + why);
+}
+
+struct Interpreter {
+  std::string version;      // "3.11"
+  std::string base_prefix;  // where its standard library is
+};
+
+// Asks the executable itself, since its environment may be of another version than the libpython linked here.
+Interpreter inspect(const std::string& executable) {
+  const std::string code =
+      "import sys; print('%d.%d' % sys.version_info[:2]); print(sys.base_prefix)";
+  const ChildResult result = run_child({executable, "-I", "-c", code});
+  if (result.exit_code != 0) {
+    throw cannot_start(executable + " does not run (exit code " + std::to_string(result.exit_code) +
+                       "); pass the python of an environment that has xllm-executor");
+  }
+  const auto newline = result.output.find('\n');
+  auto strip = [](std::string text) {
+    while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) {
+      text.pop_back();
+    }
+    return text;
+  };
+  return {strip(result.output.substr(0, newline)), strip(result.output.substr(newline + 1))};
+}
+
+void check_interpreter(const std::string& executable) {
+  const Interpreter found = inspect(executable);
+  const std::string linked = std::to_string(PY_MAJOR_VERSION) + "." + std::to_string(PY_MINOR_VERSION);
+  if (found.version != linked) {
+    throw cannot_start(executable + " is Python " + found.version + "; this program is linked with libpython " +
+                       linked);
+  }
+  const char* home = std::getenv("PYTHONHOME");
+  if (home != nullptr && *home != '\0') {
+    std::error_code error;
+    if (!std::filesystem::equivalent(home, found.base_prefix, error)) {
+      throw cannot_start(std::string("PYTHONHOME is ") + home + ", but " + executable + " belongs to " +
+                         found.base_prefix + "; unset PYTHONHOME");
+    }
+  }
+}
+
+// Extension modules leave libpython's symbols undefined; when the host itself was dlopened they are not global yet.
+void make_libpython_global() {
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<const void*>(&Py_InitializeFromConfig), &info) != 0 && info.dli_fname != nullptr) {
+    dlopen(info.dli_fname, RTLD_NOW | RTLD_GLOBAL | RTLD_NOLOAD);
+  }
+}
+
+void initialize(const std::string& executable) {
+  PyConfig config;
+  PyConfig_InitPythonConfig(&config);
+  config.install_signal_handlers = 0;
+  config.parse_argv = 0;
+  PyStatus status = PyConfig_SetBytesString(&config, &config.executable, executable.c_str());
+  if (PyStatus_Exception(status) == 0) {
+    status = PyConfig_SetBytesString(&config, &config.program_name, executable.c_str());
+  }
+  if (PyStatus_Exception(status) == 0) {
+    status = Py_InitializeFromConfig(&config);
+  }
+  PyConfig_Clear(&config);
+  if (PyStatus_Exception(status) != 0) {
+    throw cannot_start(status.err_msg != nullptr ? status.err_msg : "unknown error");
+  }
+}
+
+// Two different libtorch in one process corrupt each other silently.
+void check_torch() {
+  const py::module_ torch = py::module_::import("torch");
+  const std::string found = py::str(torch.attr("__version__"));
+  const std::string wanted = TORCH_VERSION;
+  if (found.substr(0, found.find('+')) != wanted.substr(0, wanted.find('+'))) {
+    throw cannot_start("torch in Python is " + found + "; this program was built against " + wanted);
+  }
+  Dl_info info{};
+  dladdr(reinterpret_cast<const void*>(linked_torch_symbol()), &info);
+  const std::filesystem::path folder =
+      std::filesystem::path(std::string(py::str(torch.attr("__file__")))).parent_path() / "lib";
+  std::error_code error;
+  if (info.dli_fname != nullptr &&
+      !std::filesystem::equivalent(std::filesystem::path(info.dli_fname).parent_path(), folder, error)) {
+    throw cannot_start("torch in Python has its libraries in " + folder.string() + "; this program runs with " +
+                       info.dli_fname);
+  }
+}
+
+void import_packages(const PythonOptions& options) {
+  auto path = py::module_::import("sys").attr("path").cast<py::list>();
+  for (std::size_t i = 0; i < options.module_paths.size(); ++i) {
+    path.insert(i, options.module_paths[i]);
+  }
+  check_torch();
+  py::module_::import("xllm_metadata").attr("check_contract")(contract_version(), describe_contract());
+  py::module_::import("xllm_executor");
+}
+
+}  // namespace
+
+PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
+  const std::lock_guard lock(g_start_mutex);
+  if (g_runtime.load() != nullptr) {
+    throw std::runtime_error("Python was started before: one interpreter per process, with " +
+                             g_runtime.load()->executable());
+  }
+  if (Py_IsInitialized() != 0) {
+    throw cannot_start("this process runs a Python interpreter that the bridge did not start");
+  }
+  const std::string executable = options.executable.empty() ? XLLM_PYTHON_EXECUTABLE : options.executable;
+  check_interpreter(executable);
+  make_libpython_global();
+  initialize(executable);
+  std::string version;
+  try {
+    import_packages(options);
+    version = py::str(py::module_::import("platform").attr("python_version")());
+  } catch (const py::error_already_set& error) {
+    const PythonError translated = to_python_error(error);
+    PyEval_SaveThread();
+    throw PythonError(translated.type(), "while starting Python with " + executable + ": " + translated.message(),
+                      translated.traceback());
+  } catch (...) {
+    PyEval_SaveThread();
+    throw;
+  }
+  // Lives as long as the process: destroying it would have to finalize an interpreter that other threads may be in.
+  auto* runtime = new PythonRuntime();  // NOLINT(cppcoreguidelines-owning-memory)
+  runtime->executable_ = executable;
+  runtime->version_ = version;
+  g_runtime.store(runtime);
+  std::atexit([] { g_exiting.store(true); });
+  PyEval_SaveThread();
+  return *runtime;
+}
+
+PythonRuntime& PythonRuntime::get() {
+  PythonRuntime* runtime = g_runtime.load();
+  if (runtime == nullptr) {
+    throw std::runtime_error("Python is not started: call PythonRuntime::start first");
+  }
+  return *runtime;
+}
+
+bool PythonRuntime::alive() noexcept { return g_runtime.load() != nullptr && !g_exiting.load(); }
+
+}  // namespace xllm::executor
