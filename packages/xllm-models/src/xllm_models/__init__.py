@@ -1,0 +1,30 @@
+"""Model families for Python model execution under a C++ serving framework.
+
+Owns layers, ops, weight loading and the model families. Attention backends, graphs and the serving host are other
+packages'.
+"""
+
+from __future__ import annotations
+
+from .causal_lm import CausalLM
+from .config import ModelConfig
+from .layers import TensorParallel
+from .load import load_model
+from .loading import DictStateDict, StateDict, WeightError, WeightMap
+from .registry import get_model_class, register_model, supported_models
+from .rope_config import RopeConfig
+
+__all__ = [
+    "CausalLM",
+    "DictStateDict",
+    "ModelConfig",
+    "RopeConfig",
+    "StateDict",
+    "TensorParallel",
+    "WeightError",
+    "WeightMap",
+    "get_model_class",
+    "load_model",
+    "register_model",
+    "supported_models",
+]

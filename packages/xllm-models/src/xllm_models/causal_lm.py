@@ -1,0 +1,113 @@
+"""`CausalLM`: what every model family is to a runner, a serving host and the loader.
+
+Owns construction on a device without a second copy of the weights, the logits and the loading. The structure belongs
+to the family, in `models/`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from xllm_attention import Attention, AttentionSpec
+
+from .config import ModelConfig
+from .layers import LMHead, TensorParallel
+from .loading import StateDict, WeightMap, load_weights
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder with a language-model head. T tokens of a step, one after another, without a batch dimension.
+
+    A family sets `weight_map`, and `config_defaults` where its config.json may omit keys, and implements `build`,
+    which assigns `self.model` and `self.lm_head`.
+    """
+
+    weight_map: ClassVar[WeightMap]
+    config_defaults: ClassVar[Mapping[str, Any]] = {}  # in HF names
+
+    model: nn.Module  # (input_ids [T], positions [T]) -> hidden [T, hidden]
+    lm_head: LMHead
+
+    def __init__(
+        self,
+        config: ModelConfig | Mapping[str, Any],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        tp: TensorParallel | None = None,
+    ) -> None:
+        """Allocate the model on `device` in `dtype` (None: the config's), weights not yet set.
+
+        `config` may be a mapping in config.json or ModelArgs names. A structure that the ranks of `tp` cannot share is
+        a ValueError.
+        """
+        super().__init__()
+        if not isinstance(config, ModelConfig):
+            config = ModelConfig.from_dict(config, defaults=self.config_defaults)
+        self.config = config
+        self.device = torch.device(device)
+        self.dtype = dtype or config.dtype
+        self.tp = tp or TensorParallel()
+        with torch.device("meta"):
+            self.build(config, self.tp)
+        _materialize(self, self.device, self.dtype)
+        self.attention_specs = _attention_specs(self)
+        self.eval()
+
+    @abstractmethod
+    def build(self, config: ModelConfig, tp: TensorParallel) -> None:
+        """Assign `self.model` and `self.lm_head`. Parameters are made on the meta device; buffers name theirs."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids, positions [T] int32 or int64 -> hidden [T, hidden], inside a `forward_context`."""
+        hidden: torch.Tensor = self.model(input_ids, positions)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [T, hidden] -> logits [n, vocab] in the model's dtype, of the rows `indices` [n] or of all T."""
+        rows = hidden if indices is None else hidden.index_select(0, indices)
+        logits: torch.Tensor = self.lm_head(rows)
+        return logits
+
+    def load_weights(
+        self, state_dicts: Sequence[StateDict], tp_rank: int = 0, tp_size: int = 1, *, progress: bool = False
+    ) -> None:
+        """Set every parameter from the state dicts, in place; see `loading.load_weights` for the errors.
+
+        `tp_rank` and `tp_size` must be those the model was built for, else ValueError.
+        """
+        if (tp_rank, tp_size) != (self.tp.rank, self.tp.size):
+            raise ValueError(
+                f"weights of rank {tp_rank} of {tp_size} do not fit a model built as rank {self.tp.rank} of "
+                f"{self.tp.size}"
+            )
+        tied = self.config.tie_word_embeddings
+        load_weights(self, self.weight_map, state_dicts, tied=tied, progress=progress)
+
+
+def _materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give every meta parameter storage on the device, in dtype; move buffers there, keeping their dtype."""
+    made: dict[int, nn.Parameter] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+                made[id(parameter)] = nn.Parameter(storage, requires_grad=False)
+            owner.register_parameter(name, made[id(parameter)])
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                raise RuntimeError(f"buffer {prefix}.{name} has no values: name its device where it is made")
+            setattr(owner, name, buffer.to(device))
+
+
+def _attention_specs(module: nn.Module) -> list[AttentionSpec]:
+    """The spec of every attention layer, by layer_id."""
+    specs = {layer.layer_id: layer.spec for layer in module.modules() if isinstance(layer, Attention)}
+    if sorted(specs) != list(range(len(specs))):
+        raise RuntimeError(f"attention layer ids must count from 0 without a gap, got {sorted(specs)}")
+    return [specs[layer_id] for layer_id in range(len(specs))]

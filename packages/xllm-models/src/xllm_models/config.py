@@ -1,0 +1,205 @@
+"""What a model is made of, read once from config.json (HF names) or from ModelArgs names.
+
+Owns the typed configuration and its checks. Which architectures exist belongs to `registry`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from .config_keys import ConfigKeys
+from .rope_config import RopeConfig, parse_rope
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a config's name, with or without `torch.`; others are a ValueError."""
+    short = name.removeprefix("torch.")
+    if short not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; supported: {list(DTYPES)}")
+    return DTYPES[short]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder's structure. Counts are of the whole model, whatever the number of ranks."""
+
+    architecture: str  # the first of HF's `architectures`, or the model type
+    model_type: str
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: str
+    rope: RopeConfig
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    use_sliding_window: bool
+    sliding_window: int  # keys a query sees, its own included; 0: all
+    max_window_layers: int  # the first layer that slides, where layer_types does not say
+    layer_types: tuple[str, ...]  # one a layer, or empty
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as read, for own keys
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
+        if self.layer_types and len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_layers} layers")
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the model serves; more than max_position_embeddings where the rope type extends it."""
+        return self.rope.num_positions(self.max_position_embeddings)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Parse HF config.json names and ModelArgs names alike; `defaults` are the family's, in HF names.
+
+        A missing, contradictory or wrongly typed key, an unsupported quantization and an unknown dtype or rope type
+        are ValueErrors that name it.
+        """
+        _refuse_quantization(raw)
+        keys, family = ConfigKeys(raw), ConfigKeys(defaults or {}, "the family's defaults")
+        hidden_size = keys.integer("hidden_size")
+        num_heads = keys.integer("num_attention_heads", "n_heads")
+        max_position_embeddings = keys.integer("max_position_embeddings")
+        head_dim = keys.optional_int("head_dim") or family.optional_int("head_dim")
+        if head_dim is None:
+            if num_heads < 1 or hidden_size % num_heads:
+                raise ValueError(f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}")
+            head_dim = hidden_size // num_heads
+        architectures = keys.strings("architectures")
+        model_type = keys.string("model_type", default=architectures[0] if architectures else None)
+        return cls(
+            architecture=architectures[0] if architectures else model_type,
+            model_type=model_type,
+            dtype=parse_dtype(keys.string("dtype", "torch_dtype", default="float32")),
+            vocab_size=keys.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=keys.integer("intermediate_size"),
+            num_layers=keys.integer("num_hidden_layers", "n_layers"),
+            num_heads=num_heads,
+            num_kv_heads=keys.integer("num_key_value_heads", "n_kv_heads", default=num_heads),
+            head_dim=head_dim,
+            max_position_embeddings=max_position_embeddings,
+            rms_norm_eps=keys.number("rms_norm_eps", default=1e-6),
+            hidden_act=keys.string("hidden_act", default="silu"),
+            rope=parse_rope(raw, max_position_embeddings),
+            attention_bias=keys.boolean("attention_bias", default=False),
+            mlp_bias=keys.boolean("mlp_bias", default=False),
+            tie_word_embeddings=keys.boolean("tie_word_embeddings", default=False),
+            use_sliding_window=keys.boolean("use_sliding_window", default=False),
+            sliding_window=keys.integer("sliding_window", default=family.integer("sliding_window", default=0)),
+            max_window_layers=keys.integer("max_window_layers", default=family.integer("max_window_layers", default=0)),
+            layer_types=keys.strings("layer_types"),
+            bos_token_id=keys.optional_int("bos_token_id"),
+            eos_token_ids=_eos_token_ids(keys),
+            raw=MappingProxyType(dict(raw)),
+        )
+
+    def to_model_args(self) -> dict[str, Any]:
+        """Plain values under ModelArgs names; `from_dict` reads them back to an equal config."""
+        args: dict[str, Any] = {
+            "model_type": self.model_type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "n_layers": self.num_layers,
+            "n_heads": self.num_heads,
+            "n_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "hidden_act": self.hidden_act,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "use_sliding_window": self.use_sliding_window,
+            "sliding_window": self.sliding_window,
+            "max_window_layers": self.max_window_layers,
+            "layer_types": list(self.layer_types),
+            "eos_token_ids": list(self.eos_token_ids),
+        }
+        if self.bos_token_id is not None:
+            args["bos_token_id"] = self.bos_token_id
+        if self.architecture != self.model_type:
+            args["architectures"] = [self.architecture]
+        return args | self.rope.to_model_args()
+
+
+def _refuse_quantization(raw: Mapping[str, Any]) -> None:
+    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ValueError(f"quantization_config with quant_method {method!r} is not supported")
+
+
+def _eos_token_ids(keys: ConfigKeys) -> tuple[int, ...]:
+    first, several = keys.integers("eos_token_id"), keys.integers("eos_token_ids")
+    if several and not set(first) <= set(several):
+        raise ValueError(
+            f"contradictory keys in config: eos_token_id={list(first)} is not among eos_token_ids={list(several)}"
+        )
+    return several or first
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory, its eos ids joined with those of generation_config.json.
+
+    FileNotFoundError for a directory or config.json that is not there, ValueError for one that is not a JSON object.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(f"model directory {directory} does not exist")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"model directory {directory} has no config.json")
+    raw = _read_json(path)
+    generation_path = directory / "generation_config.json"
+    if generation_path.is_file():
+        # Chat models often end a turn with tokens that only the generation config lists.
+        more = ConfigKeys(_read_json(generation_path), str(generation_path)).integers("eos_token_id")
+        ids = (*ConfigKeys(raw).integers("eos_token_id"), *more)
+        raw["eos_token_id"] = list(dict.fromkeys(ids)) or None
+    return raw
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    return raw

@@ -1,0 +1,94 @@
+"""Typed reading of a configuration mapping whose values may go by several names.
+
+Owns the errors for missing, wrongly typed and contradictory keys. What the keys mean belongs to the callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ConfigKeys:
+    """A mapping read by groups of alternative names; a null value counts as absent.
+
+    Names of a group that are present with different values, a value of the wrong type, and a required value that is
+    absent are ValueErrors that name the keys.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
+        self._raw = raw
+        self._where = where
+
+    def find(self, *names: str) -> Any:
+        """The one value that the names agree on, or None."""
+        present = {name: self._raw[name] for name in names if self._raw.get(name) is not None}
+        values = list(present.values())
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"{name}={value!r}" for name, value in present.items())
+            raise ValueError(f"contradictory keys in {self._where}: {listed}")
+        return values[0] if values else None
+
+    def _typed(self, names: tuple[str, ...], kinds: tuple[type, ...], expected: str) -> Any:
+        value = self.find(*names)
+        # bool is an int to Python, but `"num_layers": true` is a mistake.
+        if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+            return value
+        raise ValueError(f"{names[0]} in {self._where} must be {expected}, got {value!r}")
+
+    def require(self, value: Any, *names: str) -> Any:
+        if value is None:
+            raise ValueError(f"{self._where} has no {' or '.join(names)}")
+        return value
+
+    def optional_int(self, *names: str) -> int | None:
+        value: int | None = self._typed(names, (int,), "an integer")
+        return value
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        value = self.optional_int(*names)
+        value = default if value is None else value
+        required: int = self.require(value, *names)
+        return required
+
+    def optional_float(self, *names: str) -> float | None:
+        value = self._typed(names, (int, float), "a number")
+        return None if value is None else float(value)
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        value = self.optional_float(*names)
+        value = default if value is None else value
+        required: float = self.require(value, *names)
+        return required
+
+    def boolean(self, *names: str, default: bool) -> bool:
+        value = self._typed(names, (bool,), "true or false")
+        return default if value is None else bool(value)
+
+    def string(self, *names: str, default: str | None = None) -> str:
+        value = self._typed(names, (str,), "a string")
+        value = default if value is None else value
+        required: str = self.require(value, *names)
+        return required
+
+    def integers(self, *names: str) -> tuple[int, ...]:
+        """An integer or a list of them; absent means none."""
+        value = self.find(*names)
+        if value is None:
+            return ()
+        values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        if any(not isinstance(one, int) or isinstance(one, bool) for one in values):
+            raise ValueError(f"{names[0]} in {self._where} must be an integer or a list of them, got {value!r}")
+        return values
+
+    def strings(self, *names: str) -> tuple[str, ...]:
+        """A list of strings; absent means none."""
+        value = self._typed(names, (list, tuple), "a list of strings")
+        if any(not isinstance(one, str) for one in value or ()):
+            raise ValueError(f"{names[0]} in {self._where} must be a list of strings, got {value!r}")
+        return tuple(value or ())
+
+    def mapping(self, *names: str) -> Mapping[str, Any]:
+        """A nested mapping; absent means an empty one."""
+        value: Mapping[str, Any] | None = self._typed(names, (Mapping,), "a mapping")
+        return value or {}

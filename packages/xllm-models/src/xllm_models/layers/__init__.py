@@ -1,0 +1,28 @@
+"""Building blocks of a model: linear, vocabulary, norm, rotary and feed-forward layers."""
+
+from __future__ import annotations
+
+from .linear import ColumnLinear, GateUpLinear, MergedLinear, QKVLinear, RowLinear
+from .mlp import GatedMLP
+from .norm import ResidualRMSNorm, RMSNorm
+from .parallel import Part, PartitionedModule, Segment, TensorParallel
+from .rotary import RotaryEmbedding
+from .vocabulary import LMHead, VocabularyEmbedding
+
+__all__ = [
+    "ColumnLinear",
+    "GateUpLinear",
+    "GatedMLP",
+    "LMHead",
+    "MergedLinear",
+    "Part",
+    "PartitionedModule",
+    "QKVLinear",
+    "RMSNorm",
+    "ResidualRMSNorm",
+    "RotaryEmbedding",
+    "RowLinear",
+    "Segment",
+    "TensorParallel",
+    "VocabularyEmbedding",
+]

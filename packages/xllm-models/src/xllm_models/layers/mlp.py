@@ -1,0 +1,41 @@
+"""The gated feed-forward block: down(act(gate(x)) * up(x))."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..ops import silu_and_mul
+from .linear import GateUpLinear, RowLinear
+from .parallel import TensorParallel
+
+_GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_and_mul,
+    "swish": silu_and_mul,
+}
+
+
+class GatedMLP(nn.Module):
+    """x [T, hidden] -> [T, hidden]. An activation that is not known is a ValueError."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        hidden_act: str,
+        bias: bool = False,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        if hidden_act not in _GATED_ACTIVATIONS:
+            raise ValueError(f"hidden_act {hidden_act!r} is not supported; supported: {sorted(_GATED_ACTIVATIONS)}")
+        self.gate_up_proj = GateUpLinear(hidden_size, intermediate_size, bias=bias, tp=tp)
+        self.activation = _GATED_ACTIVATIONS[hidden_act]
+        self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, tp=tp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.activation(self.gate_up_proj(x)))
+        return out

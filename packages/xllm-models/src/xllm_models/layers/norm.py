@@ -1,0 +1,34 @@
+"""Root mean square norms as layers, replicated on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..ops import fused_add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """x [..., size] -> the same shape, contiguous."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class ResidualRMSNorm(nn.Module):
+    """(x, residual) -> (norm of x + residual, x + residual). Without a residual (at the first layer) x begins one."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return fused_add_rms_norm(x, residual, self.weight, self.eps)

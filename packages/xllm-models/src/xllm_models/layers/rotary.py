@@ -1,0 +1,103 @@
+"""The rotary embedding layer: frequencies of every supported type, and the table that the op reads.
+
+P positions, R rotary features of a head (R / 2 frequencies).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from ..ops import rotary
+from ..rope_config import RopeConfig
+
+
+class RotaryEmbedding(nn.Module):
+    """q [T, H, D], k [T, K, D] at positions [T] -> both rotated.
+
+    The table `cos_sin` [P, R] stays fp32 whatever the model's dtype. It is made on the CPU, so that every device
+    reads the same values.
+    """
+
+    cos_sin: torch.Tensor  # [P, R] fp32: R / 2 cosines, then R / 2 sines
+
+    def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin", rotary_table(rope, head_dim, num_positions), persistent=False)
+
+    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary(q, k, positions, self.cos_sin)
+
+
+def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
+    """[num_positions, R] fp32 on the CPU, scaled by the type's attention factor."""
+    num_features = int(head_dim * rope.partial_rotary_factor)
+    if num_features % 2 or not 0 < num_features <= head_dim:
+        raise ValueError(
+            f"rotary features must be even and at most head_dim {head_dim}, got {num_features} "
+            f"(partial_rotary_factor {rope.partial_rotary_factor})"
+        )
+    positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
+    angles = positions.unsqueeze(1) * inverse_frequencies(rope, num_features, num_positions)
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.attention_scaling
+
+
+def inverse_frequencies(rope: RopeConfig, num_features: int, num_positions: int) -> torch.Tensor:
+    """[R / 2] fp32 radians per position; for the dynamic type [P, R / 2], one row a position."""
+    exponents = torch.arange(0, num_features, 2, dtype=torch.float32, device="cpu") / num_features
+    if rope.rope_type == "dynamic":
+        return _dynamic(rope, exponents, num_features, num_positions)
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(rope, frequencies)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, frequencies, num_features)
+    return frequencies
+
+
+def _dynamic(rope: RopeConfig, exponents: torch.Tensor, num_features: int, num_positions: int) -> torch.Tensor:
+    """NTK-aware base that grows with the length (HF transformers' `dynamic`).
+
+    HF takes the length from the batch at hand. Here position p uses the base of length p + 1, which is what HF does
+    when it decodes token by token, and which depends neither on chunks nor on the rest of the batch.
+    """
+    if num_features <= 2:
+        raise ValueError(f"rope type 'dynamic' needs more than 2 rotary features, got {num_features}")
+    trained = rope.original_max_position_embeddings
+    lengths = torch.arange(1, num_positions + 1, dtype=torch.float64, device="cpu").clamp(min=trained)
+    growth = (rope.factor * lengths / trained - (rope.factor - 1)) ** (num_features / (num_features - 2))
+    bases = (rope.theta * growth).float().unsqueeze(1)
+    return 1.0 / (bases**exponents)
+
+
+def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between interpolated (Llama 3.1)."""
+    trained = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    # 0 at the longest wavelength of the band, 1 at the shortest.
+    blend = (trained / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - blend) * frequencies / rope.factor + blend * frequencies
+    scaled = torch.where(wavelengths > trained / rope.low_freq_factor, frequencies / rope.factor, between)
+    return torch.where(wavelengths < trained / rope.high_freq_factor, frequencies, scaled)
+
+
+def _yarn(rope: RopeConfig, frequencies: torch.Tensor, num_features: int) -> torch.Tensor:
+    """Interpolation below `beta_slow` turns over the trained length, none above `beta_fast` (arXiv:2309.00071)."""
+
+    def feature_of(turns: float) -> float:
+        trained = rope.original_max_position_embeddings
+        return num_features * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = feature_of(rope.beta_fast), feature_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, num_features - 1)
+    if low == high:
+        high += 0.001
+    indices = torch.arange(num_features // 2, dtype=torch.float32, device="cpu")
+    keep = 1 - ((indices - low) / (high - low)).clamp(0, 1)
+    return frequencies / rope.factor * (1 - keep) + frequencies * keep

@@ -1,0 +1,67 @@
+"""Embedding and head over a vocabulary that is cut across tensor-parallel ranks.
+
+The vocabulary is padded up to the ranks, then cut, so any size serves any number of ranks. T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..ops import all_gather, all_reduce_
+from .parallel import Part, PartitionedModule, TensorParallel, row_parts
+
+
+class _VocabularyRows(PartitionedModule):
+    """weight [V padded / tp_size, hidden]; rows beyond the vocabulary are zero."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.tp = tp
+        self.segment, num_rows = tp.cut_padded(vocab_size)
+        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size))
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        return row_parts((self.segment,), self.hidden_size)
+
+
+class VocabularyEmbedding(_VocabularyRows):
+    """input_ids [T] int32 or int64, each below V -> [T, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, tp: TensorParallel) -> None:
+        super().__init__(vocab_size, hidden_size, tp)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return functional.embedding(input_ids, self.weight)
+        local = input_ids - self.segment.start
+        elsewhere = (local < 0) | (local >= self.segment.count)
+        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return all_reduce_(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp.group)
+
+
+class LMHead(_VocabularyRows):
+    """hidden [n, hidden] -> logits [n, V] on every rank. `tied` shares the embedding's rows."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: VocabularyEmbedding | None = None,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, tp)
+        if tied is not None:
+            self.weight = tied.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = functional.linear(hidden, self.weight)
+        if self.tp.size == 1:
+            return logits
+        num_rows, num_columns = logits.shape
+        shards = all_gather(logits, self.tp.size, self.tp.group).view(self.tp.size, num_rows, num_columns)
+        return shards.transpose(0, 1).reshape(num_rows, -1)[:, : self.vocab_size].contiguous()

@@ -1,0 +1,63 @@
+"""`load_model`: from a checkpoint directory to a model that is ready to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .causal_lm import CausalLM
+from .config import ModelConfig, parse_dtype, read_config
+from .config_keys import ConfigKeys
+from .layers import TensorParallel
+from .loading import open_checkpoint
+from .registry import get_model_class
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    progress: bool = False,
+) -> CausalLM:
+    """Build the model of a HF checkpoint directory on `device` and load its weights.
+
+    Args:
+        path: directory with config.json and safetensors weights.
+        device: where the weights live; one that is not there is a ValueError.
+        dtype: of weights and activations; None takes the config's.
+        tp_rank, tp_size: this rank's share, see `TensorParallel`.
+        progress: show a bar on stderr.
+
+    Raises:
+        FileNotFoundError: the directory, its config.json or a weight file is not there.
+        ValueError: an unsupported architecture, configuration or dtype, or weights that do not fit.
+    """
+    directory = Path(path)
+    raw = read_config(directory)
+    keys = ConfigKeys(raw, str(directory / "config.json"))
+    architectures = keys.strings("architectures")
+    name = architectures[0] if architectures else keys.string("model_type")
+    model_class = get_model_class(name)
+    config = ModelConfig.from_dict(raw, defaults=model_class.config_defaults)
+    checkpoint = open_checkpoint(directory)
+    model = model_class(
+        config,
+        device=_present_device(device),
+        dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
+        tp=TensorParallel(rank=tp_rank, size=tp_size),
+    )
+    model.load_weights(checkpoint, tp_rank, tp_size, progress=progress)
+    return model
+
+
+def _present_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    # torch built without a device type asserts; an unknown name or index is a RuntimeError.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} is not available: {first_line}") from error

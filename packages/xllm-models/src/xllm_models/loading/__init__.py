@@ -1,0 +1,20 @@
+"""Weight loading: what a checkpoint is, how names map, and the strict loader."""
+
+from __future__ import annotations
+
+from .checkpoint import open_checkpoint
+from .loader import WeightError, load_weights
+from .state_dict import DictStateDict, SafetensorsStateDict, SliceableStateDict, StateDict, TensorSlice
+from .weight_map import WeightMap
+
+__all__ = [
+    "DictStateDict",
+    "SafetensorsStateDict",
+    "SliceableStateDict",
+    "StateDict",
+    "TensorSlice",
+    "WeightError",
+    "WeightMap",
+    "load_weights",
+    "open_checkpoint",
+]

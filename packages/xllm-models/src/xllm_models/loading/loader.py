@@ -1,0 +1,160 @@
+"""Strict loading: every parameter set exactly once, every checkpoint tensor used, nothing written on a mismatch.
+
+Owns the matching of a module's parameters with state dicts, and the copies. Names come from the weight map, shapes
+and shards from the layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ..layers.parallel import Part, PartitionedModule
+from .state_dict import SliceableStateDict, StateDict
+from .weight_map import WeightMap
+
+# Both spellings, torch's and safetensors'. A quantized or integer tensor would be copied without its scale.
+_FLOAT_DTYPES = frozenset(
+    {"torch.float64", "torch.float32", "torch.float16", "torch.bfloat16", "F64", "F32", "F16", "BF16"}
+)
+
+
+class WeightError(ValueError):
+    """Checkpoint and model do not fit; the message lists every tensor at fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """One checkpoint region on its way into a parameter."""
+
+    source: str
+    parameter: torch.Tensor  # the whole parameter
+    part: Part
+
+
+def load_weights(
+    module: nn.Module,
+    weight_map: WeightMap,
+    state_dicts: Sequence[StateDict],
+    *,
+    tied: bool,
+    progress: bool = False,
+) -> None:
+    """Copy the checkpoint into the module's parameters, converting to their dtype and device.
+
+    The parameters keep their storage, so a captured graph stays valid. `tied`: the map's tied names share storage.
+    All mismatches (missing, unexpected, duplicate, wrongly shaped or typed tensors) come in one WeightError, before
+    anything is written. `progress` shows a bar on stderr.
+    """
+    where = {name: state_dict for state_dict in state_dicts for name in list(state_dict.keys())}
+    aliases = weight_map.tied if tied else {}
+    # A checkpoint may hold a tied tensor under either name.
+    stands_for = {name: alias for alias, name in aliases.items() if name not in where and alias in where}
+    copies = [
+        _Copy(source=stands_for.get(copy.source, copy.source), parameter=copy.parameter, part=copy.part)
+        for copy in _copies(module, weight_map)
+    ]
+    counts = Counter(name for state_dict in state_dicts for name in list(state_dict.keys()))
+    _check(copies, aliases, weight_map, where, counts)
+    for alias, name in aliases.items():
+        _check_tied(alias, name, copies, where)
+    _clear_padding(copies)
+    for copy in tqdm(copies, desc="loading weights", unit="tensor", disable=not progress):
+        copy.parameter[copy.part.target].copy_(_read(where[copy.source], copy.source, copy.part))
+
+
+def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if id(parameter) in seen:  # a tied head: its storage is the embedding's
+                continue
+            seen.add(id(parameter))
+            full_name = f"{prefix}.{name}" if prefix else name
+            parts = owner.parts(name) if isinstance(owner, PartitionedModule) else (_whole(parameter),)
+            sources = weight_map.sources(full_name)
+            if len(parts) != len(sources):
+                raise ValueError(
+                    f"parameter {full_name} has {len(parts)} parts, but the weight map names {list(sources)} for it"
+                )
+            storage = parameter.detach()
+            for source, part in zip(sources, parts, strict=True):
+                yield _Copy(source=source, parameter=storage, part=part)
+
+
+def _whole(parameter: torch.Tensor) -> Part:
+    region = tuple(slice(0, size) for size in parameter.shape)
+    return Part(shape=tuple(parameter.shape), source=region, target=region)
+
+
+def _check(
+    copies: Sequence[_Copy],
+    aliases: Mapping[str, str],
+    weight_map: WeightMap,
+    where: Mapping[str, StateDict],
+    counts: Mapping[str, int],
+) -> None:
+    """Raise one WeightError that lists every tensor at fault, if any."""
+    expected = {copy.source: copy.part.shape for copy in copies}
+    expected |= {alias: expected[name] for alias, name in aliases.items() if name in expected and alias in where}
+    faults = {
+        "missing": [name for name in expected if name not in where],
+        "unexpected": [name for name in where if name not in expected and not weight_map.ignores(name)],
+        "in more than one file": [name for name, count in counts.items() if count > 1],
+        "wrong shape": [],
+        "wrong dtype": [],
+    }
+    for name, shape in expected.items():
+        if name not in where:
+            continue
+        found, dtype = _describe(where[name], name)
+        if found != shape:
+            faults["wrong shape"].append(f"{name} (checkpoint {list(found)}, model {list(shape)})")
+        if dtype not in _FLOAT_DTYPES:
+            faults["wrong dtype"].append(f"{name} ({dtype})")
+    lines = [f"  {kind}: {', '.join(sorted(names))}" for kind, names in faults.items() if names]
+    if lines:
+        raise WeightError("\n".join(("the checkpoint does not fit the model", *lines)))
+
+
+def _describe(state_dict: StateDict, name: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of a tensor, without reading it where the state dict can do that."""
+    if isinstance(state_dict, SliceableStateDict):
+        tensor_slice = state_dict.get_slice(name)
+        return tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
+    tensor = state_dict.get_tensor(name)
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _read(state_dict: StateDict, name: str, part: Part) -> torch.Tensor:
+    """The part's region of a checkpoint tensor, reading no more than that where the state dict can do it."""
+    if all(region == slice(0, size) for region, size in zip(part.source, part.shape, strict=True)):
+        return state_dict.get_tensor(name)
+    if isinstance(state_dict, SliceableStateDict):
+        return state_dict.get_slice(name)[part.source]
+    return state_dict.get_tensor(name)[part.source]
+
+
+def _check_tied(alias: str, name: str, copies: Sequence[_Copy], where: Mapping[str, StateDict]) -> None:
+    """Refuse a checkpoint whose two names of one tied tensor hold different values (in this rank's part)."""
+    if alias not in where or name not in where:
+        return
+    part = next(copy.part for copy in copies if copy.source == name)
+    if not torch.equal(_read(where[alias], alias, part), _read(where[name], name, part)):
+        raise WeightError(f"the config ties word embeddings, but {alias} and {name} hold different values")
+
+
+def _clear_padding(copies: Sequence[_Copy]) -> None:
+    """Zero the parameters whose parts leave rows unset (a padded vocabulary)."""
+    parameters = {id(copy.parameter): copy.parameter for copy in copies}
+    num_set: Counter[int] = Counter()
+    for copy in copies:
+        num_set[id(copy.parameter)] += copy.parameter[copy.part.target].numel()
+    for key, parameter in parameters.items():
+        if num_set[key] < parameter.numel():
+            parameter.zero_()

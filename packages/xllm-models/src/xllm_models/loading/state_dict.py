@@ -1,0 +1,90 @@
+"""What weights are read from: any object with names and tensors, sliced lazily where it can be.
+
+Owns the protocols and the two sources built in: tensors in memory and a safetensors file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+
+class StateDict(Protocol):
+    """Named tensors, as a checkpoint or a serving framework offers them."""
+
+    def has(self, name: str) -> bool: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+    def keys(self) -> Iterable[str]: ...
+
+
+class TensorSlice(Protocol):
+    """A tensor that is read only where it is indexed."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...  # safetensors' name: F32, BF16, ...
+
+    def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class SliceableStateDict(StateDict, Protocol):
+    """A state dict that can also read a region of a tensor."""
+
+    def get_slice(self, name: str) -> TensorSlice: ...
+
+
+class DictStateDict:
+    """Tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def keys(self) -> Collection[str]:
+        return self._tensors.keys()
+
+
+class SafetensorsStateDict:
+    """A safetensors file, mapped rather than read; `names` restricts it to those an index lists.
+
+    A file that is cut off or not safetensors, or that lacks one of `names`, is a ValueError that names it.
+    """
+
+    def __init__(self, path: Path, names: Iterable[str] | None = None) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"weight file {path} does not exist")
+        try:
+            self._file = cast(Any, safe_open(path, framework="pt", device="cpu"))
+        except SafetensorError as error:
+            raise ValueError(f"weight file {path} is truncated or not a safetensors file: {error}") from error
+        present = dict.fromkeys(self._file.keys())
+        self._names = present if names is None else dict.fromkeys(names)
+        absent = [name for name in self._names if name not in present]
+        if absent:
+            raise ValueError(f"weight file {path} lacks tensors that the index lists for it: {', '.join(absent)}")
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def get_slice(self, name: str) -> TensorSlice:
+        tensor_slice: TensorSlice = self._file.get_slice(name)
+        return tensor_slice
+
+    def keys(self) -> Collection[str]:
+        return self._names.keys()

@@ -1,0 +1,23 @@
+"""Compute ops and collectives, each one schema under `torch.ops.xllm`.
+
+Compute ops are functional and return contiguous tensors; only collectives named with a trailing underscore write to
+their argument.
+"""
+
+from __future__ import annotations
+
+from .activation import silu_and_mul
+from .collectives import all_gather, all_reduce_, register_group, unregister_group
+from .norm import fused_add_rms_norm, rms_norm
+from .rotary import rotary
+
+__all__ = [
+    "all_gather",
+    "all_reduce_",
+    "fused_add_rms_norm",
+    "register_group",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "unregister_group",
+]

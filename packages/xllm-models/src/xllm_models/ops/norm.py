@@ -1,0 +1,64 @@
+"""Root mean square norms, alone and fused with the residual sum.
+
+T rows, N features. Both ops are functional: a fused in-place form moves the same bytes and saves only an
+allocation, which a captured graph serves from its pool for nothing, while new outputs never alias an input that a
+hook, a recorded graph or torch.compile still looks at.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from .library import define_op
+
+
+def _rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * normed.to(x.dtype)).contiguous()
+
+
+def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fused_add_rms_norm_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = (x + residual).contiguous()
+    return _rms_norm_torch(total, weight, eps), total
+
+
+def _fused_add_rms_norm_fake(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+_rms_norm = define_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm_torch, _rms_norm_fake)
+_fused_add_rms_norm = define_op(
+    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _fused_add_rms_norm_torch,
+    _fused_add_rms_norm_fake,
+)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
+
+    x [..., N], any strides; weight [N] in x's dtype; the result is contiguous. The norm is taken in fp32, rounded
+    to x's dtype, then multiplied by the weight in that dtype: the order of roundings that HF transformers has.
+    """
+    return cast(torch.Tensor, _rms_norm(x, weight, eps))
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x + residual, and the sum itself (rounded to x's dtype) as the next residual.
+
+    x, residual [..., N]; weight [N]; both results are new and contiguous.
+    """
+    return cast(tuple[torch.Tensor, torch.Tensor], _fused_add_rms_norm(x, residual, weight, eps))

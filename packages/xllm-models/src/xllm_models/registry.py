@@ -1,0 +1,62 @@
+"""Which model class serves an architecture.
+
+Owns the names. Classes load when they are first asked for: built in, from the entry-point group `xllm.models` (whose
+entries map an architecture or model type to a class), or registered by a script.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from .causal_lm import CausalLM
+
+ENTRY_POINT_GROUP = "xllm.models"
+
+_LLAMA = "xllm_models.models.llama:LlamaForCausalLM"
+_QWEN3 = "xllm_models.models.qwen3:Qwen3ForCausalLM"
+_BUILT_IN = {
+    "LlamaForCausalLM": _LLAMA,
+    "llama": _LLAMA,
+    "Qwen3ForCausalLM": _QWEN3,
+    "qwen3": _QWEN3,
+}
+
+_registered: dict[str, type[CausalLM]] = {}
+
+
+def register_model(name: str, model_class: type[CausalLM]) -> None:
+    """Serve the architecture or model type `name` by `model_class`. A name in use by another class is a ValueError."""
+    if _registered.get(name, model_class) is not model_class or name in _BUILT_IN:
+        raise ValueError(f"model {name!r} is registered already")
+    _registered[name] = model_class
+
+
+def supported_models() -> list[str]:
+    """Every architecture and model type that `get_model_class` knows, sorted."""
+    return sorted({*_BUILT_IN, *_registered, *entry_points(group=ENTRY_POINT_GROUP).names})
+
+
+def get_model_class(name: str) -> type[CausalLM]:
+    """The class for an HF architecture (LlamaForCausalLM) or model type (llama).
+
+    An unknown name is a ValueError that lists the known ones; a name that several installed packages claim, or an
+    entry point that is not a CausalLM, is a ValueError too.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        return _checked(name, getattr(import_module(module), attribute))
+    claims = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    if len(claims) > 1:
+        raise ValueError(f"model {name!r} is claimed by {sorted(claim.value for claim in claims)}")
+    for claim in claims:
+        return _checked(name, claim.load())
+    raise ValueError(f"unsupported architecture {name!r}; supported: {', '.join(supported_models())}")
+
+
+def _checked(name: str, model_class: object) -> type[CausalLM]:
+    if not (isinstance(model_class, type) and issubclass(model_class, CausalLM)):
+        raise ValueError(f"model {name!r} is {model_class!r}, which is not a CausalLM class")
+    return model_class

@@ -1,0 +1,157 @@
+"""Rotary embedding parameters, read from every spelling in use.
+
+Owns the parsing (`rope_theta` beside `rope_scaling`, `rope_parameters`, and the flat `rope_scaling_*` names of
+ModelArgs). The frequencies belong to `layers.rotary`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config_keys import ConfigKeys
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+# The flat ModelArgs name of a parameter is this prefix and the name inside rope_parameters.
+_FLAT = "rope_scaling_"
+_FLAT_NAMES = (
+    "rope_type",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Parameters of one rotary embedding; those that the type does not use keep their defaults."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    partial_rotary_factor: float = 1.0  # the share of a head's features that is rotated
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0  # the trained length; dynamic, llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    attention_factor: float | None = None  # yarn; None: from the factor and the mscales
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope type {self.rope_type!r} is not supported; supported: {list(ROPE_TYPES)}")
+        if self.theta <= 0 or self.factor <= 0:
+            raise ValueError(f"rope theta and factor must be positive, got {self.theta} and {self.factor}")
+        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope high_freq_factor {self.high_freq_factor} must exceed low_freq_factor {self.low_freq_factor}"
+            )
+
+    @property
+    def attention_scaling(self) -> float:
+        """What cosines and sines are multiplied by: yarn's temperature (arXiv:2309.00071, 3.4), else 1."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
+        return _yarn_scale(self.factor, 1.0)
+
+    def num_positions(self, max_position_embeddings: int) -> int:
+        """Positions that the embedding serves: at least the configured ones, more where the type extends them."""
+        if self.rope_type == "dynamic":
+            return math.ceil(self.factor * max_position_embeddings)
+        if self.rope_type == "yarn":
+            return max(max_position_embeddings, math.ceil(self.factor * self.original_max_position_embeddings))
+        return max_position_embeddings
+
+    def to_model_args(self) -> dict[str, Any]:
+        """The flat ModelArgs names; absent (None) parameters are left out."""
+        args: dict[str, Any] = {"rope_theta": self.theta, "partial_rotary_factor": self.partial_rotary_factor}
+        if self.rope_type != "default":
+            values = {name: getattr(self, name) for name in _FLAT_NAMES}
+            args |= {_FLAT + name: value for name, value in values.items() if value is not None}
+        return args
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+    """Read the rotary parameters of a config.json or ModelArgs mapping.
+
+    Spellings that contradict each other, a nested dict per layer type, and an unknown type are ValueErrors.
+    """
+    keys = ConfigKeys(_merged(raw), "the rope parameters")
+    rope_type = keys.string("rope_type", "type", default="default")
+    trained = keys.integer("original_max_position_embeddings", default=max_position_embeddings)
+    if rope_type == "dynamic":
+        trained = max_position_embeddings
+    if rope_type == "yarn":
+        factor = keys.number("factor", default=max_position_embeddings / trained)
+    elif rope_type in ("linear", "dynamic", "llama3"):
+        factor = keys.number("factor")
+    else:
+        factor, trained = 1.0, 0
+    if rope_type == "linear":
+        trained = 0
+    config = RopeConfig(
+        rope_type=rope_type,
+        theta=keys.number("rope_theta", default=10000.0),
+        partial_rotary_factor=keys.number("partial_rotary_factor", default=1.0),
+        factor=factor,
+        original_max_position_embeddings=trained,
+        low_freq_factor=keys.number("low_freq_factor", default=1.0),
+        high_freq_factor=keys.number("high_freq_factor", default=4.0),
+        attention_factor=keys.optional_float("attention_factor"),
+        beta_fast=keys.number("beta_fast", default=32.0),
+        beta_slow=keys.number("beta_slow", default=1.0),
+        mscale=keys.optional_float("mscale"),
+        mscale_all_dim=keys.optional_float("mscale_all_dim"),
+        truncate=keys.boolean("truncate", default=True),
+    )
+    return config
+
+
+def _merged(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """All rotary parameters under their names inside rope_parameters."""
+    top = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    top["original_max_position_embeddings"] = raw.get("original_max_position_embeddings")
+    flat = {name: raw.get(_FLAT + name) for name in _FLAT_NAMES}
+    keys = ConfigKeys(raw)
+    spellings = [
+        ("the top level", top),
+        ("the rope_scaling_* keys", flat),
+        ("rope_scaling", keys.mapping("rope_scaling")),
+        ("rope_parameters", keys.mapping("rope_parameters")),
+    ]
+    merged: dict[str, Any] = {}
+    found_at: dict[str, str] = {}
+    for where, values in spellings:
+        for key, value in values.items():
+            name = "rope_type" if key == "type" else key
+            if isinstance(value, Mapping):
+                raise ValueError(f"rope parameters per layer type ({key!r} in {where}) are not supported")
+            if value is None:
+                continue
+            if name in merged and merged[name] != value:
+                raise ValueError(
+                    f"contradictory keys: {name} is {merged[name]!r} in {found_at[name]} and {value!r} in {where}"
+                )
+            merged[name], found_at[name] = value, where
+    return merged
