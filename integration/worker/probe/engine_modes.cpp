@@ -1,0 +1,111 @@
+#include <unistd.h>
+
+#include <iostream>
+#include <map>
+
+#include "core_probe.h"
+#include "engine.h"
+#include "line_io.h"
+#include "recall_model.h"
+
+namespace xllm::worker::probe {
+
+using nlohmann::json;
+
+namespace {
+
+struct Setup {
+  explicit Setup(const json& settings, RecallModel::OnStep on_step)
+      : blocks(settings.at("num_blocks"), settings.at("block_size")),
+        model(blocks.num_slots(),
+              blocks.block_size(),
+              settings.at("vocab_size"),
+              settings.value("fail_on", -1),
+              settings.value("nan_on", -1),
+              std::move(on_step)),
+        limits{{settings.at("max_seqs"), settings.at("max_tokens")},
+               settings.at("max_model_len"),
+               settings.value("eos_token_ids", std::vector<int32_t>{})},
+        request_limits{settings.at("vocab_size"), settings.at("max_model_len"), blocks.num_slots()} {}
+
+  BlockManager blocks;
+  RecallModel model;
+  EngineLimits limits;
+  RequestLimits request_limits;
+};
+
+json describe(const ScheduledSequence& part) {
+  return {{"id", part.sequence->request.id},
+          {"num_new", part.num_new},
+          {"num_cached", part.sequence->num_cached},
+          {"num_tokens", part.sequence->num_tokens()},
+          {"blocks", part.sequence->blocks},
+          {"needs_token", part.needs_token()}};
+}
+
+}  // namespace
+
+json probe_blocks(const json& input) {
+  BlockManager blocks(input.at("num_blocks"), input.at("block_size"));
+  std::map<std::string, std::vector<int32_t>> tables;
+  json results = json::array();
+  for (const json& op : input.at("ops")) {
+    std::vector<int32_t>& table = tables[op.at(1)];
+    bool ok = true;
+    if (op.at(0) == "grow") {
+      ok = blocks.grow(table, op.at(2));
+    } else {
+      blocks.release(table);
+    }
+    results.push_back({{"ok", ok}, {"table", table}, {"num_free", blocks.num_free()}});
+  }
+  return results;
+}
+
+json probe_schedule(const json& input) {
+  json steps = json::array();
+  Setup setup(input, [&](std::span<const ScheduledSequence> batch) {
+    json step = json::array();
+    for (const ScheduledSequence& part : batch) step.push_back(describe(part));
+    steps.push_back(std::move(step));
+  });
+  std::string events;
+  Engine engine(
+      setup.model, setup.blocks, setup.limits, [&](std::string_view text) { events += text; }, [](const auto&) {});
+
+  const json& requests = input.at("requests");  // in order of arrival
+  size_t next = 0;
+  int64_t now = 0;
+  while (next < requests.size() || engine.has_work()) {
+    for (; next < requests.size() && requests[next].at("arrival") <= now; ++next) {
+      engine.handle(parse_input_line(
+          requests[next].at("line").get<std::string>(), static_cast<int64_t>(next) + 1, setup.request_limits));
+    }
+    if (engine.has_work()) engine.step();
+    ++now;
+  }
+  engine.handle({0, StatsCommand{}});
+  json lines = json::array();
+  for (size_t begin = 0, end; (end = events.find('\n', begin)) != std::string::npos; begin = end + 1) {
+    lines.push_back(json::parse(events.substr(begin, end - begin)));
+  }
+  return {{"steps", steps}, {"events", lines}};
+}
+
+void serve(const json& settings) {
+  const auto delay = std::chrono::milliseconds(settings.value("step_ms", 0));
+  Setup setup(settings, [delay](auto) { std::this_thread::sleep_for(delay); });
+  ProtocolOutput output;
+  std::cout << "a library prints to stdout" << std::endl;
+  Inbox inbox;
+  const auto write = [&](std::string_view text) { output.write(text); };
+  const auto log = [](const std::string& message) { std::cerr << message << "\n"; };
+  Engine engine(setup.model, setup.blocks, setup.limits, write, log);
+  LineReader reader(
+      STDIN_FILENO,
+      [&](std::string_view line, int64_t number) { inbox.put(parse_input_line(line, number, setup.request_limits)); },
+      [&] { inbox.close(); });
+  engine.run(inbox);
+}
+
+}  // namespace xllm::worker::probe

@@ -1,0 +1,139 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <utility>
+
+namespace xllm::worker {
+
+namespace {
+
+bool contains(const std::vector<int32_t>& ids, int32_t id) {
+  return std::find(ids.begin(), ids.end(), id) != ids.end();
+}
+
+}  // namespace
+
+Engine::Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Write write, Log log)
+    : model_(model),
+      blocks_(blocks),
+      limits_(std::move(limits)),
+      scheduler_(limits_.scheduler, blocks),
+      write_(std::move(write)),
+      log_(std::move(log)) {}
+
+void Engine::run(Inbox& inbox) {
+  while (has_work() || !inbox.is_at_end()) {
+    for (InputLine& line : inbox.take_all(/*wait=*/!has_work())) handle(std::move(line));
+    if (has_work()) step();
+  }
+}
+
+void Engine::handle(InputLine line) {
+  if (auto* request = std::get_if<Request>(&line.content)) {
+    accept(std::move(*request));
+  } else if (const auto* invalid = std::get_if<InvalidLine>(&line.content)) {
+    events_ += error_event(invalid->id, line.number, kInvalidRequest, invalid->message);
+  } else {
+    events_ += stats();
+  }
+  write_(std::exchange(events_, {}));
+}
+
+void Engine::accept(Request request) {
+  if (!live_ids_.insert(request.id).second) {
+    const std::string message = "id \"" + request.id + "\" belongs to a request that is not finished";
+    events_ += error_event(request.id, request.line, kInvalidRequest, message);
+    return;
+  }
+  scheduler_.add(std::make_unique<Sequence>(std::move(request)));
+}
+
+void Engine::step() {
+  const std::vector<ScheduledSequence> batch = scheduler_.schedule();
+  if (batch.empty()) throw std::logic_error("the scheduler has work but made an empty step");
+  ++num_steps_;
+  std::vector<int32_t> tokens;
+  try {
+    tokens = compute(batch);
+  } catch (const std::exception& error) {
+    // Whatever went wrong concerns this step's requests; the others go on.
+    ++num_failed_steps_;
+    log_(error.what());
+    for (const ScheduledSequence& scheduled : batch) fail(*scheduled.sequence, error.what());
+    write_(std::exchange(events_, {}));
+    return;
+  }
+  auto token = tokens.begin();
+  for (const ScheduledSequence& scheduled : batch) {
+    const bool needs_token = scheduled.needs_token();
+    scheduled.sequence->num_cached += scheduled.num_new;
+    num_computed_tokens_ += scheduled.num_new;
+    if (needs_token) deliver(*scheduled.sequence, *token++);
+  }
+  write_(std::exchange(events_, {}));
+}
+
+std::vector<int32_t> Engine::compute(const std::vector<ScheduledSequence>& batch) {
+  const auto num_wanted = std::count_if(batch.begin(), batch.end(), [](const auto& s) { return s.needs_token(); });
+  std::vector<int32_t> tokens = model_.step(batch);
+  if (std::ssize(tokens) != num_wanted) {
+    throw std::logic_error("the model gave " + std::to_string(tokens.size()) + " tokens; the step wants " +
+                           std::to_string(num_wanted));
+  }
+  return tokens;
+}
+
+void Engine::deliver(Sequence& sequence, int32_t token) {
+  if (token == StepModel::kNotANumber) {
+    fail(sequence, "the logits of token " + std::to_string(sequence.num_tokens()) + " are not numbers (NaN)");
+    return;
+  }
+  sequence.tokens.push_back(token);
+  ++num_generated_tokens_;
+  events_ += token_event(sequence.request.id, token);
+  const std::string_view reason = finish_reason(sequence);
+  if (reason.empty()) return;
+  events_ += finished_event(sequence, reason);
+  ++num_finished_;
+  retire(sequence);
+}
+
+std::string_view Engine::finish_reason(const Sequence& sequence) const {
+  const Request& request = sequence.request;
+  const int32_t last = sequence.tokens.back();
+  if (contains(request.stop_token_ids, last)) return "stop";
+  if (!request.ignore_eos && contains(limits_.eos_token_ids, last)) return "stop";
+  const bool is_full = sequence.num_tokens() >= limits_.max_model_len ||
+                       sequence.num_tokens() > blocks_.num_slots();  // the last token need not be cached
+  return is_full || sequence.num_generated() >= request.max_tokens ? "length" : "";
+}
+
+void Engine::fail(const Sequence& sequence, const std::string& message) {
+  events_ += error_event(sequence.request.id, sequence.request.line, kInternal, message);
+  retire(sequence);
+}
+
+void Engine::retire(const Sequence& sequence) {
+  live_ids_.erase(sequence.request.id);
+  scheduler_.remove(sequence);
+}
+
+std::string Engine::stats() const {
+  return stats_event(nlohmann::json::parse(model_.stats_json()),
+                     {{"num_steps", num_steps_},
+                      {"num_failed_steps", num_failed_steps_},
+                      {"num_computed_tokens", num_computed_tokens_},
+                      {"num_generated_tokens", num_generated_tokens_},
+                      {"num_finished", num_finished_},
+                      {"num_preemptions", scheduler_.num_preemptions()},
+                      {"num_running", scheduler_.num_running()},
+                      {"num_waiting", scheduler_.num_waiting()},
+                      {"num_free_blocks", blocks_.num_free()},
+                      {"num_blocks", blocks_.num_blocks()}});
+}
+
+}  // namespace xllm::worker

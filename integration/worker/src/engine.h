@@ -1,0 +1,64 @@
+// The worker's loop: takes lines in, runs one step after the other, gives events out. It knows no tensors and no Python.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+#include <vector>
+
+#include "block_manager.h"
+#include "inbox.h"
+#include "protocol.h"
+#include "scheduler.h"
+#include "step_model.h"
+
+namespace xllm::worker {
+
+struct EngineLimits {
+  SchedulerLimits scheduler;
+  int64_t max_model_len;
+  std::vector<int32_t> eos_token_ids;
+};
+
+class Engine {
+ public:
+  using Write = std::function<void(std::string_view events)>;  // whole lines
+  using Log = std::function<void(const std::string& message)>;
+
+  Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Write write, Log log);
+
+  // Until the inbox is at its end and everything in flight is finished.
+  void run(Inbox& inbox);
+
+  void handle(InputLine line);
+  void step();
+  bool has_work() const { return scheduler_.has_work(); }
+
+ private:
+  void accept(Request request);
+  std::vector<int32_t> compute(const std::vector<ScheduledSequence>& batch);
+  void deliver(Sequence& sequence, int32_t token);
+  void fail(const Sequence& sequence, const std::string& message);
+  void retire(const Sequence& sequence);
+  std::string_view finish_reason(const Sequence& sequence) const;  // empty: it goes on
+  std::string stats() const;
+
+  StepModel& model_;
+  BlockManager& blocks_;
+  EngineLimits limits_;
+  Scheduler scheduler_;
+  Write write_;
+  Log log_;
+  std::unordered_set<std::string> live_ids_;
+  std::string events_;  // of the current step or line, written together
+
+  int64_t num_steps_ = 0;
+  int64_t num_failed_steps_ = 0;
+  int64_t num_computed_tokens_ = 0;
+  int64_t num_generated_tokens_ = 0;
+  int64_t num_finished_ = 0;
+};
+
+}  // namespace xllm::worker

@@ -1,0 +1,34 @@
+#include "inbox.h"
+
+#include <utility>
+
+namespace xllm::worker {
+
+void Inbox::put(InputLine line) {
+  {
+    const std::lock_guard lock(mutex_);
+    lines_.push_back(std::move(line));
+  }
+  has_news_.notify_one();
+}
+
+void Inbox::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_closed_ = true;
+  }
+  has_news_.notify_one();
+}
+
+std::deque<InputLine> Inbox::take_all(bool wait) {
+  std::unique_lock lock(mutex_);
+  if (wait) has_news_.wait(lock, [this] { return !lines_.empty() || is_closed_; });
+  return std::exchange(lines_, {});
+}
+
+bool Inbox::is_at_end() const {
+  const std::lock_guard lock(mutex_);
+  return is_closed_ && lines_.empty();
+}
+
+}  // namespace xllm::worker

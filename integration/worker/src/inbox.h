@@ -1,0 +1,30 @@
+// Lines on their way from the thread that reads stdin to the engine.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
+#include "protocol.h"
+
+namespace xllm::worker {
+
+class Inbox {
+ public:
+  void put(InputLine line);
+  void close();  // no more lines will come
+
+  // Everything that has come. Waits for a line or the end only when `wait` is true.
+  std::deque<InputLine> take_all(bool wait);
+
+  // Closed, and nothing is left to take.
+  bool is_at_end() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable has_news_;
+  std::deque<InputLine> lines_;
+  bool is_closed_ = false;
+};
+
+}  // namespace xllm::worker

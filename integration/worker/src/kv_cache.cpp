@@ -1,0 +1,46 @@
+#include "kv_cache.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace xllm::worker {
+
+namespace {
+
+constexpr int64_t kDefaultBytes = int64_t{1} << 30;
+
+}  // namespace
+
+int64_t choose_num_blocks(const WorkerOptions& options, int64_t bytes_per_token, int64_t max_model_len) {
+  const int64_t max_blocks = std::numeric_limits<int32_t>::max() / options.block_size;  // slots are int32
+  if (options.num_blocks) {
+    if (*options.num_blocks > max_blocks) {
+      throw std::runtime_error("--num_blocks is " + std::to_string(*options.num_blocks) + "; the limit is " +
+                               std::to_string(max_blocks) + " pages of " + std::to_string(options.block_size) +
+                               " tokens, since slots are 32-bit numbers");
+    }
+    return *options.num_blocks;
+  }
+  const int64_t bytes = options.kv_cache_memory ? options.kv_cache_memory->bytes : kDefaultBytes;
+  const int64_t bytes_per_block = bytes_per_token * options.block_size;
+  if (bytes < bytes_per_block) {
+    throw std::runtime_error("--kv_cache_memory is " + std::to_string(bytes) + " bytes; one page of " +
+                             std::to_string(options.block_size) + " tokens takes " + std::to_string(bytes_per_block));
+  }
+  const int64_t blocks_per_seq = (max_model_len + options.block_size - 1) / options.block_size;
+  return std::min({bytes / bytes_per_block, blocks_per_seq * options.max_seqs_per_batch, max_blocks});
+}
+
+int64_t choose_max_model_len(const WorkerOptions& options, int64_t max_position_embeddings) {
+  if (!options.max_model_len) return max_position_embeddings;
+  if (*options.max_model_len > max_position_embeddings) {
+    throw std::runtime_error("--max_model_len is " + std::to_string(*options.max_model_len) +
+                             "; the limit is the model's max_position_embeddings, " +
+                             std::to_string(max_position_embeddings));
+  }
+  return *options.max_model_len;
+}
+
+}  // namespace xllm::worker

@@ -1,0 +1,82 @@
+#include "line_io.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+namespace xllm::worker {
+
+namespace {
+
+[[noreturn]] void throw_errno(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
+
+bool is_blank(std::string_view line) { return line.find_first_not_of(" \t\r") == std::string_view::npos; }
+
+}  // namespace
+
+LineReader::LineReader(int fd, OnLine on_line, OnEnd on_end)
+    : fd_(fd), on_line_(std::move(on_line)), on_end_(std::move(on_end)) {
+  if (pipe2(stop_pipe_, O_CLOEXEC) != 0) throw_errno("pipe");
+  thread_ = std::thread([this] { read_lines(); });
+}
+
+LineReader::~LineReader() {
+  close(stop_pipe_[1]);
+  thread_.join();
+  close(stop_pipe_[0]);
+}
+
+void LineReader::read_lines() {
+  std::string pending;
+  std::array<char, 1 << 16> chunk;
+  int64_t number = 0;
+  const auto deliver = [&](std::string_view line) {
+    ++number;
+    if (!is_blank(line)) on_line_(line, number);
+  };
+  while (true) {
+    pollfd ready[2] = {{fd_, POLLIN, 0}, {stop_pipe_[0], POLLIN, 0}};
+    if (poll(ready, 2, -1) < 0 && errno == EINTR) continue;
+    if (ready[1].revents != 0) return;
+    const ssize_t num_read = read(fd_, chunk.data(), chunk.size());
+    if (num_read < 0 && errno == EINTR) continue;
+    if (num_read <= 0) break;
+    size_t searched = pending.size();
+    pending.append(chunk.data(), static_cast<size_t>(num_read));
+    size_t begin = 0;
+    for (size_t end; (end = pending.find('\n', searched)) != std::string::npos; searched = begin) {
+      deliver(std::string_view(pending).substr(begin, end - begin));
+      begin = end + 1;
+    }
+    pending.erase(0, begin);
+  }
+  if (!pending.empty()) deliver(pending);
+  on_end_();
+}
+
+ProtocolOutput::ProtocolOutput() {
+  std::signal(SIGPIPE, SIG_IGN);  // a reader that has gone is an error of write(), not the end of the process
+  fd_ = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3);
+  if (fd_ < 0) throw_errno("stdout");
+  if (dup2(STDERR_FILENO, STDOUT_FILENO) < 0) throw_errno("stdout");
+}
+
+ProtocolOutput::~ProtocolOutput() { close(fd_); }
+
+void ProtocolOutput::write(std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t num_written = ::write(fd_, text.data(), text.size());
+    if (num_written < 0 && errno == EINTR) continue;
+    if (num_written < 0) throw_errno("stdout");
+    text.remove_prefix(static_cast<size_t>(num_written));
+  }
+}
+
+}  // namespace xllm::worker

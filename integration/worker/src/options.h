@@ -1,0 +1,58 @@
+// The worker's options: one strict table serves the command line, the JSON file and --help.
+// Command line > JSON file > default.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace xllm::worker {
+
+struct ByteSize {
+  int64_t bytes = 0;
+};
+
+struct WorkerOptions {
+  std::string model;
+  std::string model_impl = "python";
+  std::string python_executable;
+  std::string python_model_path;
+  std::string python_graph_backend = "off";
+  bool enable_graph = false;
+  std::string device = "auto";
+  std::optional<int64_t> device_id;
+  std::string dtype = "auto";
+  int64_t max_seqs_per_batch = 64;
+  int64_t max_tokens_per_batch = 2048;
+  int64_t block_size = 16;
+  std::optional<int64_t> num_blocks;
+  std::optional<ByteSize> kv_cache_memory;
+  std::optional<int64_t> max_model_len;
+  std::string config;
+  bool help = false;
+};
+
+// An unknown flag, a value of the wrong type, a value out of range, or options that contradict each other.
+class OptionError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// args: the command line without the program's name. Throws OptionError. With --help, nothing else is checked.
+WorkerOptions parse_options(const std::vector<std::string>& args);
+
+std::string help_text();
+
+// What --device and --device_id ask for together.
+struct DeviceChoice {
+  enum class Kind { kAuto, kCpu, kCuda };
+  Kind kind = Kind::kAuto;
+  int64_t index = 0;            // of the CUDA device
+  bool index_is_given = false;  // then `auto` means CUDA
+};
+
+DeviceChoice parse_device(const WorkerOptions& options);
+
+}  // namespace xllm::worker

@@ -1,0 +1,172 @@
+#include "protocol.h"
+
+#include <algorithm>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "strict_json.h"
+
+namespace xllm::worker {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+namespace {
+
+class InvalidRequest : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+constexpr size_t kMaxQuoted = 80;  // characters of a wrong value that a message repeats
+
+[[noreturn]] void refuse(const std::string& message) { throw InvalidRequest(message); }
+
+[[noreturn]] void refuse_value(const std::string& field, const json& value, const std::string& expected) {
+  refuse(field + " is " + dump_json(value, kMaxQuoted) + "; expected " + expected);
+}
+
+void check_keys(const json& object, const std::vector<std::string>& allowed, const std::vector<std::string>& required) {
+  for (const auto& [key, value] : object.items()) {
+    if (std::find(allowed.begin(), allowed.end(), key) != allowed.end()) continue;
+    std::string names;
+    for (const std::string& name : allowed) names += (names.empty() ? "" : ", ") + name;
+    refuse("unknown key " + dump_json(key, kMaxQuoted) + "; allowed: " + names);
+  }
+  for (const std::string& key : required) {
+    if (!object.contains(key)) refuse("key \"" + key + "\" is missing");
+  }
+}
+
+int64_t read_int(const json& value, const std::string& field, int64_t min, int64_t max, const std::string& expected) {
+  const bool fits = value.is_number_integer() &&
+                    !(value.is_number_unsigned() && value.get<uint64_t>() > std::numeric_limits<int64_t>::max());
+  if (!fits || value.get<int64_t>() < min || value.get<int64_t>() > max) refuse_value(field, value, expected);
+  return value.get<int64_t>();
+}
+
+std::vector<int32_t> read_token_ids(const json& value, const std::string& field, int64_t vocab_size) {
+  const std::string range = "token ids from 0 to " + std::to_string(vocab_size - 1);
+  if (!value.is_array()) refuse_value(field, value, "an array of " + range);
+  std::vector<int32_t> ids;
+  ids.reserve(value.size());
+  for (const json& id : value) {
+    const std::string name = field + "[" + std::to_string(ids.size()) + "]";
+    ids.push_back(static_cast<int32_t>(
+        read_int(id, name, 0, vocab_size - 1, range + " (the vocabulary has " + std::to_string(vocab_size) + ")")));
+  }
+  return ids;
+}
+
+void check_length(int64_t num_tokens, const RequestLimits& limits) {
+  if (num_tokens == 0) refuse("token_ids is empty; expected at least 1 token");
+  if (num_tokens >= limits.max_model_len) {
+    refuse("token_ids has " + std::to_string(num_tokens) + " tokens; the limit is " +
+           std::to_string(limits.max_model_len - 1) + ", so that an answer of one token fits into the context of " +
+           std::to_string(limits.max_model_len));
+  }
+  if (num_tokens > limits.kv_cache_slots) {
+    refuse("token_ids has " + std::to_string(num_tokens) + " tokens; the limit is " +
+           std::to_string(limits.kv_cache_slots) + ", the size of the whole KV cache");
+  }
+}
+
+Request read_request(const json& object, int64_t line, const RequestLimits& limits) {
+  check_keys(object,
+             {"id", "token_ids", "max_tokens", "stop_token_ids", "ignore_eos"},
+             {"id", "token_ids", "max_tokens"});
+  Request request;
+  request.line = line;
+  const json& id = object.at("id");
+  if (!id.is_string() || id.get_ref<const std::string&>().empty()) refuse_value("id", id, "a string that is not empty");
+  request.id = id.get<std::string>();
+  request.token_ids = read_token_ids(object.at("token_ids"), "token_ids", limits.vocab_size);
+  check_length(static_cast<int64_t>(request.token_ids.size()), limits);
+  request.max_tokens = read_int(object.at("max_tokens"),
+                                "max_tokens",
+                                1,
+                                std::numeric_limits<int64_t>::max(),
+                                "an integer of at least 1");
+  if (object.contains("stop_token_ids")) {
+    request.stop_token_ids = read_token_ids(object.at("stop_token_ids"), "stop_token_ids", limits.vocab_size);
+  }
+  if (object.contains("ignore_eos")) {
+    const json& ignore_eos = object.at("ignore_eos");
+    if (!ignore_eos.is_boolean()) refuse_value("ignore_eos", ignore_eos, "true or false");
+    request.ignore_eos = ignore_eos.get<bool>();
+  }
+  return request;
+}
+
+StatsCommand read_command(const json& object) {
+  check_keys(object, {"command"}, {});
+  const json& command = object.at("command");
+  if (command != "stats") refuse_value("command", command, "\"stats\"");
+  return {};
+}
+
+std::string to_line(const ordered_json& event) {
+  return event.dump(-1, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace
+
+InputLine parse_input_line(std::string_view text, int64_t number, const RequestLimits& limits) {
+  InputLine line{number, InvalidLine{}};
+  std::optional<std::string> id;
+  try {
+    const json object = parse_strict_json(text);
+    if (!object.is_object()) refuse("the line is " + describe_json_type(object) + "; expected an object");
+    if (object.contains("id") && object.at("id").is_string()) id = object.at("id").get<std::string>();
+    if (object.contains("command")) {
+      line.content = read_command(object);
+    } else {
+      line.content = read_request(object, number, limits);
+    }
+  } catch (const JsonError& error) {
+    line.content = InvalidLine{id, std::string("the line is not valid JSON: ") + error.what()};
+  } catch (const InvalidRequest& error) {
+    line.content = InvalidLine{id, error.what()};
+  }
+  return line;
+}
+
+std::string ready_event(const ServerFacts& facts) {
+  return to_line({{"event", "ready"},
+                  {"model_type", facts.model_type},
+                  {"vocab_size", facts.vocab_size},
+                  {"max_model_len", facts.max_model_len},
+                  {"num_blocks", facts.num_blocks},
+                  {"block_size", facts.block_size},
+                  {"dtype", facts.dtype},
+                  {"device", facts.device},
+                  {"eos_token_ids", facts.eos_token_ids}});
+}
+
+std::string token_event(const std::string& id, int32_t token) {
+  return to_line({{"id", id}, {"token_ids", {token}}});
+}
+
+std::string finished_event(const Sequence& sequence, std::string_view finish_reason) {
+  return to_line({{"id", sequence.request.id},
+                  {"finished", true},
+                  {"finish_reason", finish_reason},
+                  {"prompt_tokens", sequence.num_prompt_tokens},
+                  {"completion_tokens", sequence.num_generated()}});
+}
+
+std::string error_event(const std::optional<std::string>& id,
+                        int64_t line,
+                        std::string_view type,
+                        const std::string& message) {
+  return to_line({{"id", id ? ordered_json(*id) : ordered_json(nullptr)},
+                  {"line", line},
+                  {"error", {{"type", type}, {"message", message}}}});
+}
+
+std::string stats_event(const json& executor, const json& scheduler) {
+  return to_line({{"event", "stats"}, {"executor", executor}, {"scheduler", scheduler}});
+}
+
+}  // namespace xllm::worker

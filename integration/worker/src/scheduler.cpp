@@ -1,0 +1,73 @@
+#include "scheduler.h"
+
+#include <algorithm>
+
+namespace xllm::worker {
+
+namespace {
+
+// A prompt whose last chunk has one token counts as a prompt only while nothing of it is cached: the step is the same.
+bool decodes(const Sequence& sequence) { return sequence.num_cached > 0 && sequence.num_pending() == 1; }
+
+}  // namespace
+
+std::vector<ScheduledSequence> Scheduler::schedule() {
+  std::vector<ScheduledSequence> step;
+  schedule_decodes(step);
+  schedule_prompts(step, limits_.max_tokens - static_cast<int64_t>(step.size()));
+  return step;
+}
+
+void Scheduler::schedule_decodes(std::vector<ScheduledSequence>& step) {
+  // By index: preemption takes sequences off the end.
+  for (size_t i = 0; i < running_.size(); ++i) {
+    Sequence& sequence = *running_[i];
+    if (decodes(sequence) && make_room_to_decode(sequence)) step.push_back({&sequence, 1});
+  }
+}
+
+void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t budget) {
+  for (const auto& sequence : running_) {
+    if (decodes(*sequence) || budget == 0) continue;
+    const int64_t num_new = std::min(budget, sequence->num_pending());
+    step.push_back({sequence.get(), num_new});
+    budget -= num_new;
+  }
+  while (budget > 0 && !waiting_.empty() && num_running() < limits_.max_seqs) {
+    Sequence& next = *waiting_.front();
+    // All of its pages at once: a prompt that stops half way for want of pages would hold what others need.
+    if (!blocks_.grow(next.blocks, next.num_tokens())) return;
+    running_.push_back(std::move(waiting_.front()));
+    waiting_.pop_front();
+    const int64_t num_new = std::min(budget, next.num_pending());
+    step.push_back({&next, num_new});
+    budget -= num_new;
+  }
+}
+
+bool Scheduler::make_room_to_decode(Sequence& sequence) {
+  while (!blocks_.grow(sequence.blocks, sequence.num_cached + 1)) {
+    const bool is_youngest = running_.back().get() == &sequence;
+    preempt_youngest();
+    if (is_youngest) return false;
+  }
+  return true;
+}
+
+void Scheduler::preempt_youngest() {
+  std::unique_ptr<Sequence> sequence = std::move(running_.back());
+  running_.pop_back();
+  blocks_.release(sequence->blocks);
+  sequence->num_cached = 0;  // its tokens stay; they are computed again as if they were all prompt
+  waiting_.push_front(std::move(sequence));
+  ++num_preemptions_;
+}
+
+void Scheduler::remove(const Sequence& sequence) {
+  const auto found =
+      std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return other.get() == &sequence; });
+  blocks_.release((*found)->blocks);
+  running_.erase(found);
+}
+
+}  // namespace xllm::worker

@@ -1,0 +1,46 @@
+// A request on its way through the worker.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace xllm::worker {
+
+struct Request {
+  std::string id;
+  int64_t line = 0;  // of stdin, from 1
+  std::vector<int32_t> token_ids;
+  int64_t max_tokens = 0;
+  std::vector<int32_t> stop_token_ids;
+  bool ignore_eos = false;
+};
+
+struct Sequence {
+  explicit Sequence(Request from)
+      : request(std::move(from)),
+        tokens(request.token_ids),
+        num_prompt_tokens(static_cast<int64_t>(tokens.size())) {}
+
+  int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
+  int64_t num_generated() const { return num_tokens() - num_prompt_tokens; }
+  // Tokens whose keys and values are not in the cache yet: one for a sequence that decodes, more for a prompt.
+  int64_t num_pending() const { return num_tokens() - num_cached; }
+
+  Request request;
+  std::vector<int32_t> tokens;  // prompt, then answer
+  int64_t num_prompt_tokens;
+  int64_t num_cached = 0;
+  std::vector<int32_t> blocks;  // pages, in order
+};
+
+// One sequence's part of a step: tokens[num_cached, num_cached + num_new) are computed.
+struct ScheduledSequence {
+  Sequence* sequence;
+  int64_t num_new;
+
+  // The step reaches the sequence's end, so its last row's logits give the next token.
+  bool needs_token() const { return num_new == sequence->num_pending(); }
+};
+
+}  // namespace xllm::worker
