@@ -4,14 +4,14 @@ Owns the field table and everything that derives from it: the Protocol, the vali
 builder, the C++ headers and the handshake. Knows nothing of attention, models or graphs.
 """
 
-from xllm_metadata.builder import BuiltAttentionMetadata, build_attention_metadata
-from xllm_metadata.cache import LayerCache
-from xllm_metadata.fields import FIELDS, Field, Kind, Padding, When, Where
-from xllm_metadata.paths import get_cmake_dir, get_include
-from xllm_metadata.protocol import AttentionMetadata
-from xllm_metadata.static import StaticAttentionMetadata
-from xllm_metadata.validation import validate
-from xllm_metadata.version import CONTRACT_VERSION, check_contract
+from .builder import BuiltAttentionMetadata, build_attention_metadata
+from .cache import LayerCache
+from .fields import FIELDS, Field, Kind, Padding, When, Where
+from .paths import get_cmake_dir, get_include
+from .protocol import AttentionMetadata
+from .static import StaticAttentionMetadata
+from .validation import validate
+from .version import CONTRACT_VERSION, check_contract
 
 __all__ = [
     "CONTRACT_VERSION",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from xllm_metadata.docs import fields_page
-from xllm_metadata.paths import get_cmake_dir, get_include
+from .docs import fields_page
+from .paths import get_cmake_dir, get_include
 
 
 def main() -> None:

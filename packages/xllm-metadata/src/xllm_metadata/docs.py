@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xllm_metadata.fields import FIELDS, Field, When
-from xllm_metadata.version import CONTRACT_VERSION
+from .fields import FIELDS, Field, When
+from .version import CONTRACT_VERSION
 
 
 def fields_table() -> str:

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 import torch
 
-from xllm_metadata.fields import FIELDS, Field, Kind, Padding, When, Where
-from xllm_metadata.protocol import AttentionMetadata
+from .fields import FIELDS, Field, Kind, Padding, When, Where
+from .protocol import AttentionMetadata
 
 _DTYPES = {Kind.TENSOR_INT32: torch.int32, Kind.TENSOR_BOOL: torch.bool}
 

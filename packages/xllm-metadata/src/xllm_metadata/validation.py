@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import torch
 
-from xllm_metadata.fields import FIELDS, Field, Kind, When, Where
-from xllm_metadata.protocol import AttentionMetadata
+from .fields import FIELDS, Field, Kind, When, Where
+from .protocol import AttentionMetadata
 
 _MIRRORS = {
     "kv_seq_lens_host": "kv_cu_seq_lens",
@@ -53,8 +53,8 @@ def validate(metadata: AttentionMetadata, *, num_tokens: int, num_seqs: int, num
         if name in values:
             _check_indptr(name, values[name])
     q_lens = _query_lens(values, num_tokens, num_seqs)
-    _check_lengths(metadata, values, q_lens, decode)
     _check_pages(values, num_blocks, page_size)
+    _check_lengths(metadata, values, q_lens, decode)
     _check_slots(values, q_lens, page_size, num_blocks)
     _check_optional(metadata, values, q_lens)
 

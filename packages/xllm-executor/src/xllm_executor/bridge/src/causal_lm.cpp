@@ -33,7 +33,7 @@ PyCausalLM PyCausalLM::load(const LoadOptions& options, const ParallelArgs& para
     if (!options.dtype.empty()) {
       dtype = py::str(options.dtype);
     }
-    py::object model = py::module_::import("xllm_executor")
+    py::object model = py::module_::import("xllm_models")
                            .attr("load_model")(options.model_path,
                                                py::arg("device") = options.device,
                                                py::arg("dtype") = dtype,

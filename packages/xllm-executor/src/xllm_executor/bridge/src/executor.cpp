@@ -41,12 +41,16 @@ struct PyExecutor::Impl {
   PythonObject executor;
   PythonObject execute;  // the bound method, looked up once
 
-  // Throws after shutdown.
-  [[nodiscard]] const py::object& live() const {
-    if (!executor) {
+  // Both throw after shutdown.
+  [[nodiscard]] const py::object& live() const { return checked(executor); }
+  [[nodiscard]] const py::object& live_execute() const { return checked(execute); }
+
+ private:
+  static const py::object& checked(const PythonObject& object) {
+    if (!object) {
       throw std::runtime_error("the executor was shut down");
     }
-    return executor.get();
+    return object.get();
   }
 };
 
@@ -87,7 +91,7 @@ at::Tensor PyExecutor::execute(const at::Tensor& tokens,
                                const AttentionMetadata& metadata,
                                const std::optional<at::Tensor>& logits_indices) {
   return with_gil([&] {
-    impl_->live();
+    PyObject* const method = impl_->live_execute().ptr();
     const MetadataView view(metadata);
     const py::object py_tokens = wrap_tensor(tokens);
     const py::object py_positions = wrap_tensor(positions);
@@ -95,7 +99,7 @@ at::Tensor PyExecutor::execute(const at::Tensor& tokens,
     const std::array<PyObject*, 4> arguments = {py_tokens.ptr(), py_positions.ptr(), view.handle().ptr(),
                                                 py_indices.ptr()};
     const auto result = py::reinterpret_steal<py::object>(
-        PyObject_Vectorcall(impl_->execute.get().ptr(), arguments.data(), arguments.size(), nullptr));
+        PyObject_Vectorcall(method, arguments.data(), arguments.size(), nullptr));
     if (!result) {
       throw py::error_already_set();
     }

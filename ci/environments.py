@@ -1,0 +1,93 @@
+"""Python environments for nox sessions: one shared set of third-party packages, small environments on top of it.
+
+A torch environment costs a gigabyte and most of a minute, and third-party packages are the same for all sessions. So
+they are installed once, in `.nox/shared-HASH`, and every other environment sees them through a .pth file. The project's own
+packages never go into the shared one: an environment has exactly those that a session installs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import nox
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "ci" / "requirements.txt"
+CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+
+# In import order: each package may use those before it, except that graph and models know nothing of each other.
+BELOW: dict[str, tuple[str, ...]] = {
+    "metadata": (),
+    "attention": ("metadata",),
+    "graph": ("metadata", "attention"),
+    "models": ("metadata", "attention"),
+    "executor": ("metadata", "attention", "graph", "models"),
+}
+PACKAGES = tuple(BELOW)
+
+
+def package_dir(package: str) -> Path:
+    """The source folder of one of `PACKAGES`."""
+    return ROOT / "packages" / f"xllm-{package}"
+
+
+def shared(session: nox.Session) -> Path:
+    """The python of the shared third-party environment, which is made when it is missing."""
+    key = hashlib.sha256(REQUIREMENTS.read_bytes() + CONSTRAINTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
+    folder = ROOT / ".nox" / f"shared-{key}"
+    python = folder / "bin" / "python"
+    done = folder / "complete"
+    if not done.is_file():
+        session.log("installing the third-party packages, once for all sessions")
+        shutil.rmtree(folder, ignore_errors=True)
+        _run(session, sys.executable, "-m", "venv", folder)
+        _run(session, python, "-m", "pip", "install", "--quiet", "-r", REQUIREMENTS, "-c", CONSTRAINTS)
+        done.touch()
+    return python
+
+
+def site_packages(session: nox.Session, python: Path) -> Path:
+    """The site-packages folder of an environment."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    output = session.run(str(python), "-c", code, external=True, silent=True, log=False)
+    return Path(str(output).strip())
+
+
+def layered(session: nox.Session, folder: Path, packages: Sequence[str], *, editable: bool) -> Path:
+    """The python of an environment in `folder` with the shared packages and, of the project's own, just `packages`.
+
+    Editable packages are linked to the source tree; otherwise wheels are built and installed anew each time.
+    """
+    base = site_packages(session, shared(session))
+    python = folder / "bin" / "python"
+    stamp = folder / "layered"
+    wanted = f"{base}\n{sys.version}"
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        _run(session, sys.executable, "-m", "venv", folder)
+        (site_packages(session, python) / "shared.pth").write_text(f"{base}\n")
+        stamp.write_text(wanted)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    if editable:
+        arguments = [part for package in packages for part in ("--editable", package_dir(package))]
+        _run(session, python, "-m", "pip", "install", *options, *arguments)
+    else:
+        wheels = folder / "wheels"
+        shutil.rmtree(wheels, ignore_errors=True)
+        sources = [package_dir(package) for package in packages]
+        for source in sources:  # setuptools would pack files that have since been deleted
+            shutil.rmtree(source / "build", ignore_errors=True)
+        _run(session, python, "-m", "pip", "wheel", *options, "--wheel-dir", wheels, *sources)
+        _run(session, python, "-m", "pip", "install", "--force-reinstall", *options, *sorted(wheels.glob("*.whl")))
+    return python
+
+
+def _run(session: nox.Session, *command: object) -> None:
+    session.run(*(str(part) for part in command), external=True, silent=True)

@@ -1,0 +1,123 @@
+"""Every way of building and checking the project. `python3 ci/nox.py` runs the default sessions on a fresh machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import IO
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "ci"))
+
+from environments import BELOW, PACKAGES, layered, package_dir, shared  # noqa: E402
+
+nox.needs_version = ">=2025.2"
+nox.options.sessions = ["lint", "tests", "integration"]
+# Environments are layered over a shared one (ci/environments.py), which nox's own cannot be.
+nox.options.default_venv_backend = "none"
+
+ENVIRONMENTS = ROOT / ".nox"
+WORKER_BUILD = ENVIRONMENTS / "worker-build"
+TEXT_FRONT = ROOT / "integration" / "python"
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, mypy --strict and the import contracts."""
+    python = shared(session)
+    sources = os.pathsep.join(str(package_dir(package) / "src") for package in PACKAGES)
+    run = _runner(session, python, PYTHONPATH=sources)
+    run("-m", "ruff", "check", ".")
+    run("-m", "ruff", "format", "--check", ".")
+    run("-m", "mypy", *(f"packages/xllm-{package}/src" for package in PACKAGES), "integration/python")
+    run(str(python.parent / "lint-imports"), "--no-cache")
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
+def tests(session: nox.Session, package: str) -> None:
+    """One package's tests, in an environment with only the packages below it. Arguments go to pytest."""
+    python = layered(session, ENVIRONMENTS / f"tests-{package}", (*BELOW[package], package), editable=True)
+    run = _runner(session, python, XLLM_VALIDATE="1")
+    run("-m", "pytest", package_dir(package) / "tests", *session.posargs)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Bridge, worker and text front, end to end. Arguments go to pytest."""
+    python = _worker_environment(session)
+    worker = _build_worker(session, python)
+    run = _runner(session, python, PYTHONPATH=str(TEXT_FRONT), XLLM_WORKER=str(worker), XLLM_VALIDATE="1")
+    run("-m", "pytest", "integration/tests", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Answers a prompt with a real model: `nox -s demo -- ["prompt"]`, `nox -s demo -- --model DIR "prompt"`."""
+    python = _worker_environment(session)
+    worker = _build_worker(session, python)
+    run = _runner(session, python, PYTHONPATH=str(TEXT_FRONT))
+    arguments = list(session.posargs) or ["The capital of France is"]
+    if not any(argument.split("=")[0] == "--model" for argument in arguments):
+        model = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
+        run("-m", "xllm_text", "fetch", "--out", model, stdout=sys.stderr)
+        arguments = ["--model", str(model), *arguments]
+    run("-m", "xllm_text", "--worker", worker, *arguments)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheels and sdists of all packages in dist/, checked as an index would."""
+    python = shared(session)
+    run = _runner(session, python)
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for package in PACKAGES:
+        run("-m", "build", "--no-isolation", "--outdir", dist, package_dir(package))
+    run("-m", "twine", "check", "--strict", *sorted(dist.iterdir()))
+
+
+def _worker_environment(session: nox.Session) -> Path:
+    """An environment with all packages installed from wheels, as a host has them."""
+    return layered(session, ENVIRONMENTS / "worker", PACKAGES, editable=False)
+
+
+def _build_worker(session: nox.Session, python: Path) -> Path:
+    """Configures and builds the worker with the environment's own cmake and ninja; prints the build's progress."""
+    tools = shared(session).parent
+    cmake = str(tools / "cmake")
+    cmake_dir = str(
+        session.run(str(python), "-m", "xllm_executor", "--cmakedir", external=True, silent=True, log=False)
+    ).strip()
+    session.run(
+        cmake, "-G", "Ninja", "-S", "integration/worker", "-B", str(WORKER_BUILD),
+        f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release",
+        f"-DPython_EXECUTABLE={python}", f"-Dxllm_executor_DIR={cmake_dir}",
+        external=True, silent=True,
+    )  # fmt: skip
+    # stdout belongs to what the session is for, the demo's answer above all.
+    session.run(cmake, "--build", str(WORKER_BUILD), external=True, stdout=sys.stderr)
+    return WORKER_BUILD / "xllm_worker"
+
+
+class _Runner:
+    """Runs commands in one environment: a first argument that begins with '-' goes to its python."""
+
+    def __init__(self, session: nox.Session, python: Path, environment: dict[str, str]) -> None:
+        self._session = session
+        self._python = python
+        self._environment = environment
+
+    def __call__(self, *command: object, stdout: IO[str] | None = None) -> None:
+        parts = [str(part) for part in command]
+        if parts[0].startswith("-"):
+            parts.insert(0, str(self._python))
+        self._session.run(*parts, external=True, env=self._environment, stdout=stdout)
+
+
+def _runner(session: nox.Session, python: Path, **environment: str) -> _Runner:
+    return _Runner(session, python, environment)

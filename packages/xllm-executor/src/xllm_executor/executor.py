@@ -1,0 +1,193 @@
+"""`ModelExecutor`: one model, one attention backend, one `execute` a step.
+
+Owns the backend and the runners, and decides before a step which runner executes it. It neither schedules, nor
+allocates KV memory, nor recomputes anything that the host has built.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from xllm_attention import create_backend
+from xllm_graph import EagerReason, EagerRunner, StepStats
+from xllm_metadata import (
+    AttentionMetadata,
+    LayerCache,
+    StaticAttentionMetadata,
+    build_attention_metadata,
+    validate,
+)
+from xllm_models import CausalLM
+
+from .config import ExecutorConfig
+
+
+class ModelExecutor:
+    """Executes the steps of one model.
+
+    Call `bind_kv_caches` once, `warmup` once, then `execute` for every step; `shutdown` at the end. Not thread-safe:
+    the host calls it from one thread at a time.
+
+    Args:
+        model: with its weights loaded.
+        config: an `ExecutorConfig`, or a mapping of its fields.
+        max_seqs_per_batch: sequences of one step at most.
+
+    Raises:
+        ValueError: a config value or a limit that cannot be served.
+    """
+
+    def __init__(self, model: CausalLM, config: ExecutorConfig | Mapping[str, object], max_seqs_per_batch: int) -> None:
+        if not isinstance(config, ExecutorConfig):
+            config = ExecutorConfig.from_mapping(config)
+        self.config = config
+        self._max_model_len = config.max_model_len or model.config.max_position_embeddings
+        if self._max_model_len > model.config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len {self._max_model_len} exceeds the model's max_position_embeddings "
+                f"{model.config.max_position_embeddings}"
+            )
+        self._device = model.device
+        self._backend = create_backend(
+            config.attention_backend,
+            model.attention_specs,
+            device=model.device,
+            dtype=model.dtype,
+            max_num_seqs=max_seqs_per_batch,
+            max_num_tokens=config.max_tokens_per_batch,
+            max_model_len=self._max_model_len,
+        )
+        self._runner: EagerRunner | None = EagerRunner(model.forward, model.compute_logits, self._backend)
+        self._stats = StepStats()
+        self._validate = config.validate or os.environ.get("XLLM_VALIDATE") == "1"
+        self._num_blocks: int | None = None
+        self._warmup_plans = self._backend.plan_counts
+        self._page_size = 0
+
+    def bind_kv_caches(self, caches: Sequence[LayerCache | Sequence[torch.Tensor | None]]) -> None:
+        """Takes the KV cache, once; the memory stays the host's and must outlive the executor.
+
+        Args:
+            caches: one entry a layer: a `LayerCache`, or its tensors in slot order (k, v, ...), each
+                [num_blocks, page_size, num_kv_heads, head_dim] in the model's dtype on its device.
+
+        Raises:
+            RuntimeError: a cache is bound already.
+            ValueError: wrong number of layers, shape, dtype or device.
+        """
+        self._live()
+        if self._num_blocks is not None:
+            raise RuntimeError("bind_kv_caches was called before: an executor is bound once")
+        layers = [LayerCache.from_tensors(tensors) for tensors in caches]
+        self._backend.bind_kv_caches(layers)
+        first = layers[0].k
+        assert first is not None  # the backend has checked it
+        self._num_blocks, self._page_size = first.shape[0], first.shape[1]
+
+    def warmup(self) -> None:
+        """Runs one padding row through the model, so that the first request waits for no lazy initialisation.
+
+        Writes nothing to the cache. Counted neither as a step nor in the plan counts of `stats`.
+
+        Raises:
+            RuntimeError: no cache is bound.
+        """
+        runner = self._live()
+        if self._num_blocks is None:
+            raise RuntimeError("warmup was called before bind_kv_caches")
+        zero = torch.zeros(1, dtype=torch.int32, device=self._device)
+        runner.execute(zero, zero, _padding_step(self._device), zero)
+        self._warmup_plans = self._backend.plan_counts
+
+    def execute(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs one step. T tokens, n selected rows.
+
+        Inputs must be ready on the current stream, on which work and result are ordered, and must stay unmodified until
+        that stream has passed the step.
+
+        Args:
+            tokens: [T] int32, on the model's device.
+            positions: [T] int32, on the model's device.
+            metadata: of the step; C++ views are readable inside this call only.
+            logits_indices: [n] int32 or int64: rows whose logits are wanted; None asks for hidden states.
+            inputs_embeds: not served by this version; must be None.
+
+        Returns:
+            logits [n, vocab] in the model's dtype, or hidden states [T, hidden]; valid until the next `execute`.
+
+        Raises:
+            RuntimeError: no cache is bound, or the executor was shut down.
+            ValueError: an argument of a wrong shape or dtype, or a step beyond the limits. The executor stays usable.
+        """
+        runner = self._live()
+        if self._num_blocks is None:
+            raise RuntimeError("execute was called before bind_kv_caches")
+        if inputs_embeds is not None:
+            raise ValueError("inputs_embeds is not served by this version; pass token ids")
+        self._check_inputs(tokens, positions, logits_indices)
+        if self._validate:
+            validate(
+                metadata,
+                num_tokens=tokens.shape[0],
+                num_seqs=metadata.paged_kv_last_page_len_host.shape[0],
+                num_blocks=self._num_blocks,
+                page_size=self._page_size,
+            )
+        result = runner.execute(tokens, positions, metadata, logits_indices)
+        self._stats.count(runner.name, EagerReason.GRAPHS_OFF)
+        return result
+
+    def stats(self) -> dict[str, object]:
+        """Counts since the start, as plain numbers: steps by runner, eager steps by reason, plans by group."""
+        return {
+            "steps": dict(self._stats.steps),
+            "eager_reasons": dict(self._stats.eager_reasons),
+            "plans": [
+                count - before for count, before in zip(self._backend.plan_counts, self._warmup_plans, strict=True)
+            ],
+        }
+
+    def shutdown(self) -> None:
+        """Drops the runner, and with it the model's forward. Every later call but this one raises `RuntimeError`."""
+        self._runner = None
+
+    def _live(self) -> EagerRunner:
+        if self._runner is None:
+            raise RuntimeError("the executor was shut down")
+        return self._runner
+
+    def _check_inputs(self, tokens: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor | None) -> None:
+        if tokens.dim() != 1 or tokens.dtype is not torch.int32:
+            raise ValueError(f"tokens is {_describe(tokens)}; it must be [T] int32")
+        if positions.dim() == 2:
+            raise ValueError(
+                f"positions is {_describe(positions)}; multi-axis positions are not served by this version, "
+                "it must be [T] int32"
+            )
+        if positions.shape != tokens.shape or positions.dtype is not torch.int32:
+            raise ValueError(f"positions is {_describe(positions)}; it must be [{tokens.shape[0]}] int32, as tokens")
+        if logits_indices is not None and (
+            logits_indices.dim() != 1 or logits_indices.dtype not in (torch.int32, torch.int64)
+        ):
+            raise ValueError(f"logits_indices is {_describe(logits_indices)}; it must be [n] int32 or int64")
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _padding_step(device: torch.device) -> AttentionMetadata:
+    """A decode step of one padding row, as the contract defines it: nothing is written, attention gives 0."""
+    step = StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=1, max_num_pages=1, device=device)
+    step.fill(build_attention_metadata([], [], [], page_size=1, device=device), num_tokens=1, num_seqs=1)
+    return step

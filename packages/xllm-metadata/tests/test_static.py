@@ -1,0 +1,124 @@
+"""Static buffers: filled in place, padded as the table says, refusing what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from xllm_metadata import FIELDS, Padding, StaticAttentionMetadata, build_attention_metadata, validate
+
+
+def make_static(**extra: object) -> StaticAttentionMetadata:
+    return StaticAttentionMetadata(
+        max_num_tokens=16,
+        max_num_seqs=8,
+        max_num_pages=32,
+        device="cpu",
+        **extra,  # type: ignore[arg-type]
+    )
+
+
+MIXED = build_attention_metadata([3, 1], [6, 5], [[4, 2], [9, 3]], page_size=4)
+DECODE = build_attention_metadata([1, 1, 1], [6, 5, 1], [[4, 2], [9, 3], [1]], page_size=4)
+
+
+def test_padding_rows_follow_the_table() -> None:
+    static = make_static()
+    for name in [field.name for field in FIELDS if field.kind.is_tensor]:
+        try:
+            static.buffer(name).fill_(77)  # whatever an earlier, larger step left
+        except KeyError:
+            assert getattr(static, name) is None
+    static.fill(MIXED, num_tokens=8, num_seqs=4)
+    for field in FIELDS:
+        live = getattr(MIXED, field.name)
+        padded = getattr(static, field.name)
+        if not isinstance(live, torch.Tensor):
+            assert padded == live
+            continue
+        rows = live.shape[0]
+        assert padded[:rows].tolist() == live.tolist()
+        tail = set(padded[rows:].tolist())
+        expected = {
+            Padding.REPEAT_LAST: {live[-1].item()},
+            Padding.ZERO: {0},
+            Padding.MINUS_ONE: {-1},
+            Padding.UNTOUCHED: {77},
+        }[field.padding]
+        assert tail == expected, field.name
+
+
+def test_equal_sizes_give_equal_addresses() -> None:
+    static = make_static()
+    pointers = []
+    for step in (DECODE, build_attention_metadata([1], [2], [[5]], page_size=4)):
+        static.fill(step, num_tokens=4, num_seqs=4)
+        pointers.append([getattr(static, f.name).data_ptr() for f in FIELDS if getattr(static, f.name) is not None
+                         and f.kind.is_tensor])  # fmt: skip
+    assert pointers[0] == pointers[1]
+    assert static.paged_kv_indices.shape == (32,)
+
+
+def test_a_smaller_step_after_a_larger_one_is_clean() -> None:
+    static = make_static()
+    static.fill(MIXED, num_tokens=16, num_seqs=8)
+    small = build_attention_metadata([1], [2], [[5]], page_size=4)
+    static.fill(small, num_tokens=2, num_seqs=2)
+    assert static.slot_mapping.tolist() == [5 * 4 + 1, -1]
+    assert static.paged_kv_last_page_len.tolist() == [2, 0]
+    assert static.kv_seq_lens_host.tolist() == [0, 2, 2]
+    assert static.qo_indptr is None
+    assert static.qo_indptr_host is None
+
+
+def test_a_padded_decode_step_is_a_valid_step() -> None:
+    static = make_static()
+    static.fill(DECODE, num_tokens=4, num_seqs=4)
+    live = static.paged_kv_indices[: int(static.paged_kv_indptr_host[-1])]
+    step = dataclasses.replace(DECODE, **{f.name: getattr(static, f.name) for f in FIELDS})
+    step = dataclasses.replace(step, paged_kv_indices=live)
+    validate(step, num_tokens=4, num_seqs=4, num_blocks=16, page_size=4)
+
+
+def test_optional_fields_are_held_only_when_asked_for() -> None:
+    step = dataclasses.replace(MIXED, block_table=torch.tensor([[4, 2], [9, 3]], dtype=torch.int32))
+    static = make_static()
+    static.fill(step, num_tokens=8, num_seqs=4)
+    assert static.block_table is None
+    static = make_static(optional=["block_table"], max_pages_per_seq=3)
+    static.buffer("block_table").fill_(77)
+    static.fill(step, num_tokens=8, num_seqs=4)
+    assert static.block_table is not None
+    assert static.block_table.tolist() == [[4, 2, 0], [9, 3, 0], [0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "message"),
+    [
+        (3, 4, "slot_mapping: T is 4 in the step, 3 after padding, 16 at most"),
+        (17, 4, "slot_mapping: T is 4 in the step, 17 after padding, 16 at most"),
+        (8, 1, r"paged_kv_indptr: B\+1 is 3 in the step, 2 after padding, 9 at most"),
+        (8, 9, r"paged_kv_indptr: B\+1 is 3 in the step, 10 after padding, 9 at most"),
+    ],
+)
+def test_sizes_that_do_not_fit_change_nothing(num_tokens: int, num_seqs: int, message: str) -> None:
+    static = make_static()
+    static.fill(DECODE, num_tokens=4, num_seqs=4)
+    before = {f.name: static.buffer(f.name).clone() for f in FIELDS[:10]}
+    with pytest.raises(ValueError, match=message):
+        static.fill(MIXED, num_tokens=num_tokens, num_seqs=num_seqs)
+    assert all(torch.equal(static.buffer(name), buffer) for name, buffer in before.items())
+
+
+def test_too_many_pages_and_missing_fields_are_named() -> None:
+    small = StaticAttentionMetadata(max_num_tokens=16, max_num_seqs=8, max_num_pages=3, device="cpu")
+    with pytest.raises(ValueError, match="paged_kv_indices: P is 4 in the step, 3 after padding, 3 at most"):
+        small.fill(MIXED, num_tokens=8, num_seqs=4)
+    with pytest.raises(ValueError, match="qo_indptr is None; this step must have it"):
+        make_static().fill(dataclasses.replace(MIXED, qo_indptr=None), num_tokens=8, num_seqs=4)
+    with pytest.raises(ValueError, match=r"unknown optional fields .'nope'."):
+        make_static(optional=["nope"])
+    with pytest.raises(ValueError, match="capacity of B is 0"):
+        StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=0, max_num_pages=1, device="cpu")

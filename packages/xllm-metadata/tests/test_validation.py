@@ -1,0 +1,114 @@
+"""validate: accepts legal steps, and rejects each kind of corruption with a message that names field and value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from xllm_metadata import BuiltAttentionMetadata, build_attention_metadata, validate
+
+PAGE_SIZE, NUM_BLOCKS = 4, 16
+MIXED = build_attention_metadata([3, 1], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE)
+DECODE = build_attention_metadata([1, 1], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE)
+PREFILL = build_attention_metadata([6, 5], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE)
+
+
+def check(step: BuiltAttentionMetadata, num_tokens: int = 4, num_seqs: int = 2) -> None:
+    validate(step, num_tokens=num_tokens, num_seqs=num_seqs, num_blocks=NUM_BLOCKS, page_size=PAGE_SIZE)
+
+
+def with_value(name: str, index: int, value: int, *, mirror: str | None = None) -> Callable[[Any], Any]:
+    """Changes one element of a field, and of its mirror so that only the intended fault is there."""
+
+    def corrupt(step: BuiltAttentionMetadata) -> BuiltAttentionMetadata:
+        changes = {}
+        for field in (name, *([mirror] if mirror else [])):
+            changes[field] = getattr(step, field).clone()
+            changes[field][index] = value
+        return dataclasses.replace(step, **changes)
+
+    return corrupt
+
+
+def replace(**changes: Any) -> Callable[[Any], Any]:
+    return lambda step: dataclasses.replace(step, **changes)
+
+
+def test_legal_steps_are_accepted() -> None:
+    check(MIXED)
+    check(DECODE, num_tokens=2)
+    check(PREFILL, num_tokens=11)
+    check(build_attention_metadata([], [], [], PAGE_SIZE), num_tokens=0, num_seqs=0)
+    check(build_attention_metadata([0, 2], [0, 2], [[], [1]], PAGE_SIZE), num_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda s: dataclasses.replace(s, slot_mapping=s.slot_mapping.long()), "slot_mapping has dtype torch.int64"),
+        (lambda s: dataclasses.replace(s, qo_indptr=s.qo_indptr.to("meta")), "qo_indptr is on device meta"),
+        (lambda s: dataclasses.replace(s, kv_cu_seq_lens=s.kv_cu_seq_lens[None]), "kv_cu_seq_lens has 2 dimensions"),
+        (lambda s: dataclasses.replace(s, slot_mapping=s.slot_mapping[:3]), "slot_mapping has 3 entries; T is 4"),
+        (lambda s: dataclasses.replace(s, kv_cu_seq_lens=s.kv_cu_seq_lens[:2]), r"kv_cu_seq_lens has 2 .*B\+1 is 3"),
+        (lambda s: dataclasses.replace(s, slot_mapping=torch.zeros(8, dtype=torch.int32)[::2]), "must be contiguous"),
+        (replace(qo_indptr=None), "qo_indptr is None"),
+        (replace(paged_kv_indices=None), "paged_kv_indices is None"),
+        (with_value("paged_kv_indptr", 1, 5, mirror="paged_kv_indptr_host"), r"paged_kv_indptr\[2\] is 4, below"),
+        (with_value("kv_cu_seq_lens", 0, 1, mirror="kv_seq_lens_host"), r"kv_cu_seq_lens\[0\] is 1; it must be 0"),
+        (with_value("kv_cu_seq_lens", 1, 9, mirror="kv_seq_lens_host"), "sequence 0 2 pages of 4; its KV length 9"),
+        (with_value("paged_kv_indices", 1, 16), r"paged_kv_indices\[1\] is 16; the cache has pages 0 to 15"),
+        (with_value("paged_kv_indices", 1, -1), r"paged_kv_indices\[1\] is -1"),
+        (with_value("slot_mapping", 0, 64), r"slot_mapping\[0\] is 64; it must be -1 to 63"),
+        (with_value("slot_mapping", 0, -2), r"slot_mapping\[0\] is -2"),
+        (with_value("slot_mapping", 0, 18), r"slot_mapping\[0\] is 18; sequence 0's page table puts position 3 at 19"),
+        (with_value("slot_mapping", 3, -1), r"slot_mapping\[3\] is -1; sequence 1's page table"),
+        (
+            with_value("paged_kv_last_page_len", 0, 0, mirror="paged_kv_last_page_len_host"),
+            r"paged_kv_last_page_len\[0\] is 0; with KV length 6 it must be 1 to 4",
+        ),
+        (
+            with_value("paged_kv_last_page_len", 0, 5, mirror="paged_kv_last_page_len_host"),
+            r"paged_kv_last_page_len\[0\] is 5",
+        ),
+        (
+            with_value("paged_kv_last_page_len", 0, 3, mirror="paged_kv_last_page_len_host"),
+            r"paged_kv_last_page_len\[0\] is 3; with 2 pages of 4 that is KV length 7, kv_cu_seq_lens has 6",
+        ),
+        (with_value("kv_seq_lens_host", 1, 5), r"kv_seq_lens_host\[1\] is 5; kv_cu_seq_lens on the device has 6"),
+        (with_value("qo_indptr_host", 1, 2), r"qo_indptr_host\[1\] is 2; qo_indptr on the device has 3"),
+        (replace(is_prefill=True), "is_prefill and is_chunked_prefill are both True"),
+        (replace(is_prefill=True, is_chunked_prefill=False), "is_prefill: sequence 0 has 3 tokens of KV length 6"),
+        (replace(is_chunked_prefill=False), "qo_indptr gives sequence 0 3 tokens; a decode step has 1"),
+        (replace(is_prefill=1), "is_prefill is 1; it must be a bool"),
+        (replace(max_query_len=2), "max_query_len is 2; the longest is 3"),
+        (replace(max_seq_len=7), "max_seq_len is 7; the longest is 6"),
+        (replace(max_seq_len=6.0), "max_seq_len is 6.0; it must be an int"),
+        (replace(kv_seq_lens=torch.tensor([6, 4], dtype=torch.int32)), "kv_seq_lens is .6, 4.; the offsets give"),
+        (replace(block_table=torch.tensor([[4, 2], [9, 1]], dtype=torch.int32)), r"block_table\[1\] is \[9, 1\]"),
+    ],
+)
+def test_corruption_is_named(corrupt: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(corrupt(MIXED))
+
+
+def test_two_sequences_that_write_one_slot_are_named() -> None:
+    step = build_attention_metadata([1, 1], [6, 6], [[4, 2], [9, 2]], PAGE_SIZE)
+    with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 9; sequences 0 and 1 both write it"):
+        check(step, num_tokens=2)
+
+
+def test_rows_beyond_the_last_sequence_must_write_nothing() -> None:
+    padded = dataclasses.replace(MIXED, slot_mapping=torch.cat([MIXED.slot_mapping, torch.tensor([-1, 3]).int()]))
+    with pytest.raises(ValueError, match=r"slot_mapping\[5\] is 3; a row beyond the last sequence must have -1"):
+        check(padded, num_tokens=6)
+
+
+def test_a_decode_step_has_one_token_a_sequence() -> None:
+    step = dataclasses.replace(DECODE, slot_mapping=torch.tensor([9, 12, 13], dtype=torch.int32))
+    with pytest.raises(ValueError, match="a decode step has one token a sequence: 3 tokens, 2 sequences"):
+        check(step, num_tokens=3)
