@@ -15,21 +15,41 @@ struct ModelArgs {
   REFLECT_PROPERTIES();
 
   PROPERTY(std::string, model_type);
+  PROPERTY(std::optional<std::vector<std::string>>, architectures);  // where the class is not that of model_type
   PROPERTY(std::string, dtype);
+  PROPERTY(int64_t, vocab_size) = 0;
   PROPERTY(int64_t, hidden_size) = 0;
   PROPERTY(int64_t, intermediate_size) = 0;
   PROPERTY(int64_t, n_layers) = 0;
   PROPERTY(int64_t, n_heads) = 0;
   PROPERTY(std::optional<int64_t>, n_kv_heads);
   PROPERTY(int64_t, head_dim) = 0;
-  PROPERTY(int64_t, vocab_size) = 0;
   PROPERTY(int64_t, max_position_embeddings) = 0;
   PROPERTY(double, rms_norm_eps) = 1e-6;
-  PROPERTY(double, rope_theta) = 10000.0;
-  PROPERTY(int64_t, sliding_window) = 0;  // keys that a query sees, itself included; 0: all
+  PROPERTY(std::string, hidden_act) = "silu";
+  PROPERTY(bool, attention_bias) = false;
+  PROPERTY(bool, mlp_bias) = false;
   PROPERTY(bool, tie_word_embeddings) = false;
+  PROPERTY(bool, use_sliding_window) = false;
+  PROPERTY(int64_t, sliding_window) = 0;  // keys that a query sees, its own included; 0: all
+  PROPERTY(int64_t, max_window_layers) = 0;
+  PROPERTY(std::vector<std::string>, layer_types);
   PROPERTY(std::optional<int32_t>, bos_token_id);
   PROPERTY(std::vector<int32_t>, eos_token_ids);
+
+  PROPERTY(double, rope_theta) = 10000.0;
+  PROPERTY(double, partial_rotary_factor) = 1.0;
+  PROPERTY(std::optional<std::string>, rope_scaling_rope_type);
+  PROPERTY(std::optional<double>, rope_scaling_factor);
+  PROPERTY(std::optional<int64_t>, rope_scaling_original_max_position_embeddings);
+  PROPERTY(std::optional<double>, rope_scaling_low_freq_factor);
+  PROPERTY(std::optional<double>, rope_scaling_high_freq_factor);
+  PROPERTY(std::optional<double>, rope_scaling_attention_factor);
+  PROPERTY(std::optional<double>, rope_scaling_beta_fast);
+  PROPERTY(std::optional<double>, rope_scaling_beta_slow);
+  PROPERTY(std::optional<double>, rope_scaling_mscale);
+  PROPERTY(std::optional<double>, rope_scaling_mscale_all_dim);
+  PROPERTY(std::optional<bool>, rope_scaling_truncate);
 };
 
 // The rank's place among the ranks of one model.

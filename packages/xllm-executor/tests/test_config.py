@@ -1,0 +1,33 @@
+"""ExecutorConfig: what a host may pass, and what it is told when it passes something else."""
+
+from __future__ import annotations
+
+import pytest
+
+from xllm_executor import ExecutorConfig
+
+
+def test_a_mapping_is_parsed() -> None:
+    assert ExecutorConfig.from_mapping({}) == ExecutorConfig()
+    config = ExecutorConfig.from_mapping({"max_model_len": 64, "validate": True})
+    assert (config.max_model_len, config.validate) == (64, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_modle_len": 1, "zz": 2},
+            r"unknown executor options \['max_modle_len', 'zz'\]; known are .*max_model_len",
+        ),
+        ({"max_model_len": "64"}, "executor option max_model_len is '64'; it must be of type int"),
+        ({"max_model_len": True}, "executor option max_model_len is True; it must be of type int"),
+        ({"validate": 1}, "executor option validate is 1; it must be of type bool"),
+        ({"max_tokens_per_batch": 0}, "max_tokens_per_batch is 0; it must be at least 1"),
+        ({"max_model_len": -1}, "max_model_len is -1; it must be at least 0"),
+        ({"python_graph_backend": "nope"}, r"python_graph_backend is 'nope'; this version serves \['off'\]"),
+    ],
+)
+def test_errors_name_option_value_and_limit(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExecutorConfig.from_mapping(options)

@@ -1,0 +1,175 @@
+"""ModelExecutor: order of calls, what a step returns, what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from xllm_attention import create_backend, forward_context
+from xllm_executor import ExecutorConfig, ModelExecutor
+from xllm_metadata import BuiltAttentionMetadata, LayerCache, build_attention_metadata
+from xllm_models import CausalLM
+
+Caches = Callable[[CausalLM], list[tuple[torch.Tensor, torch.Tensor]]]
+STEP = build_attention_metadata([3, 1], [3, 1], [[1], [2]], page_size=4)
+TOKENS = torch.tensor([5, 6, 7, 8], dtype=torch.int32)
+POSITIONS = torch.tensor([0, 1, 2, 0], dtype=torch.int32)
+
+
+def make_executor(model: CausalLM, make_caches: Caches, **config: Any) -> ModelExecutor:
+    executor = ModelExecutor(model, config, 8)
+    executor.bind_kv_caches(make_caches(model))
+    return executor
+
+
+def direct(model: CausalLM, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The step without the executor."""
+    backend = create_backend(
+        "torch",
+        model.attention_specs,
+        device="cpu",
+        dtype=torch.float32,
+        max_num_seqs=8,
+        max_num_tokens=16,
+        max_model_len=64,
+    )
+    backend.bind_kv_caches([LayerCache(k=k, v=v) for k, v in caches])
+    backend.plan(STEP)
+    with forward_context(backend):
+        return model(TOKENS, POSITIONS)
+
+
+def test_hidden_states_and_logits(model: CausalLM, make_caches: Caches) -> None:
+    hidden = direct(model, make_caches(model))
+    executor = make_executor(model, make_caches)
+    assert torch.equal(executor.execute(TOKENS, POSITIONS, STEP), hidden)
+    indices = torch.tensor([2, 3])
+    logits = executor.execute(TOKENS, POSITIONS, STEP, indices)
+    assert torch.equal(logits, model.compute_logits(hidden, indices))
+    assert logits.shape == (2, 97)
+    assert executor.execute(TOKENS, POSITIONS, STEP, indices.int()[:0]).shape == (0, 97)
+
+
+def test_results_may_be_changed_in_place(model: CausalLM, make_caches: Caches) -> None:
+    logits = make_executor(model, make_caches).execute(TOKENS, POSITIONS, STEP, torch.tensor([2]))
+    logits.div_(0.7)
+    assert not logits.requires_grad
+
+
+def test_one_plan_a_step_whatever_the_number_of_layers(model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(model, make_caches)
+    executor.warmup()
+    assert executor.stats()["plans"] == [0]
+    for steps in range(1, 4):
+        executor.execute(TOKENS, POSITIONS, STEP)
+        assert executor.stats()["plans"] == [steps]
+    assert len(model.attention_specs) == 28
+    assert executor.stats()["steps"] == {"eager": 3}
+    assert executor.stats()["eager_reasons"] == {"graphs_off": 3}
+
+
+def test_warmup_writes_nothing(model: CausalLM, make_caches: Caches) -> None:
+    caches = make_caches(model)
+    executor = ModelExecutor(model, ExecutorConfig(), 8)
+    executor.bind_kv_caches(caches)
+    executor.warmup()
+    assert all(torch.isnan(tensor).all() for layer in caches for tensor in layer)
+    assert executor.stats()["steps"] == {}
+
+
+def test_a_step_without_tokens(model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(model, make_caches, validate=True)
+    empty = build_attention_metadata([], [], [], page_size=4)
+    nothing = TOKENS[:0]
+    assert executor.execute(nothing, nothing, empty).shape == (0, 32)
+    assert executor.execute(nothing, nothing, empty, nothing).shape == (0, 97)
+
+
+def test_the_order_of_calls(model: CausalLM, make_caches: Caches) -> None:
+    executor = ModelExecutor(model, {}, 8)
+    with pytest.raises(RuntimeError, match="execute was called before bind_kv_caches"):
+        executor.execute(TOKENS, POSITIONS, STEP)
+    with pytest.raises(RuntimeError, match="warmup was called before bind_kv_caches"):
+        executor.warmup()
+    executor.bind_kv_caches(make_caches(model))
+    with pytest.raises(RuntimeError, match="an executor is bound once"):
+        executor.bind_kv_caches(make_caches(model))
+    executor.shutdown()
+    executor.shutdown()
+    for call in (
+        executor.warmup,
+        lambda: executor.execute(TOKENS, POSITIONS, STEP),
+        lambda: executor.bind_kv_caches([]),
+    ):
+        with pytest.raises(RuntimeError, match="the executor was shut down"):
+            call()
+
+
+def test_a_refused_step_leaves_the_executor_usable(model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(model, make_caches, max_model_len=4)
+    long = build_attention_metadata([1], [5], [[1, 2]], page_size=4)
+    with pytest.raises(ValueError, match="max_seq_len 5 exceeds max_model_len 4"):
+        executor.execute(TOKENS[:1], POSITIONS[:1], long)
+    assert executor.execute(TOKENS, POSITIONS, STEP).shape == (4, 32)
+    assert executor.stats()["steps"] == {"eager": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((TOKENS.long(), POSITIONS, STEP), r"tokens is \[4\] int64; it must be \[T\] int32"),
+        ((TOKENS, torch.zeros(3, 4).int(), STEP), r"positions is \[3, 4\] int32; multi-axis positions are not served"),
+        ((TOKENS, POSITIONS[:3], STEP), r"positions is \[3\] int32; it must be \[4\] int32, as tokens"),
+        (
+            (TOKENS, POSITIONS, STEP, torch.zeros(2)),
+            r"logits_indices is \[2\] float32; it must be \[n\] int32 or int64",
+        ),
+        ((TOKENS, POSITIONS, STEP, None, torch.zeros(4, 32)), "inputs_embeds is not served by this version"),
+        ((TOKENS[:3], POSITIONS[:3], STEP), "q has 3 rows; the planned step has 4 tokens"),
+    ],
+)
+def test_inputs_that_are_refused(
+    model: CausalLM, make_caches: Caches, arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_executor(model, make_caches).execute(*arguments)
+
+
+def test_validation_is_switched_by_config_and_environment(
+    model: CausalLM, make_caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong: BuiltAttentionMetadata = build_attention_metadata([3, 1], [3, 1], [[1], [99]], page_size=4)
+    with pytest.raises(ValueError, match=r"paged_kv_indices\[1\] is 99; the cache has pages 0 to 15"):
+        make_executor(model, make_caches, validate=True).execute(TOKENS, POSITIONS, wrong)
+    monkeypatch.setenv("XLLM_VALIDATE", "1")
+    with pytest.raises(ValueError, match=r"paged_kv_indices\[1\] is 99"):
+        make_executor(model, make_caches).execute(TOKENS, POSITIONS, wrong)
+
+
+def test_a_context_longer_than_the_model_is_refused(model: CausalLM) -> None:
+    with pytest.raises(ValueError, match="max_model_len 129 exceeds the model's max_position_embeddings 128"):
+        ModelExecutor(model, {"max_model_len": 129}, 8)
+
+
+def test_an_fp8_cache_is_refused(model: CausalLM, make_caches: Caches) -> None:
+    caches = [(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)) for k, v in make_caches(model)]
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        ModelExecutor(model, {}, 8).bind_kv_caches(caches)
+
+
+def test_shutdown_lets_the_model_go(model: CausalLM, make_caches: Caches) -> None:
+    other = copy.deepcopy(model)
+    executor = make_executor(other, make_caches)
+    reference = weakref.ref(other)
+    del other
+    gc.collect()
+    assert reference() is not None
+    executor.shutdown()
+    gc.collect()
+    assert reference() is None
