@@ -56,7 +56,8 @@ class BackendCapabilities:
             ("device", device.type, self.device_types),
         ):
             if served is not None and value not in served:
-                return f"{thing} {value}; served are {sorted(served, key=str)}"
+                listed = sorted(served, key=lambda one: (one if isinstance(one, int) else 0, str(one)))
+                return f"{thing} {value}; served are {listed}"
         return None
 
 

@@ -51,7 +51,7 @@ def plan_append(slot_mapping: torch.Tensor, page_size: int) -> AppendPlan:
         return AppendPlan.allocate(0, slots.device)
     live = slots >= 0
     rows = torch.where(live, torch.arange(num_tokens, device=slots.device), live.to(torch.int8).argmax())
-    targets = slots[rows].clamp_min(0)
+    targets = slots.index_select(0, rows).clamp_min(0)
     return AppendPlan(
         rows=rows,
         pages=targets.div(page_size, rounding_mode="floor"),

@@ -54,7 +54,8 @@ class DenseDecode:
         pages = torch.zeros_like(wanted)
         if metadata.paged_kv_indices.shape[0]:
             places = torch.where(exists, metadata.paged_kv_indptr[:-1, None] + wanted, 0)
-            pages = torch.where(exists, metadata.paged_kv_indices[places].to(torch.int64), 0)
+            listed = metadata.paged_kv_indices.index_select(0, places.flatten()).view_as(places)
+            pages = torch.where(exists, listed.to(torch.int64), 0)
         positions = first_pages * self._page_size + self._token_range  # [B, M * P]
         self._pages[:num_seqs].copy_(pages)
         self._hidden[:num_seqs].copy_((positions < first_keys) | (positions >= kv_lens))

@@ -1,0 +1,165 @@
+"""The table of conformance cases. Owns which situations are covered, not how they are checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from .case import EMPTY, CacheLayout, Case
+
+Steps = tuple[tuple[tuple[int, int], ...], ...]
+
+
+def _decode(num_seqs: int, num_steps: int = 1) -> Steps:
+    """Steps in which each sequence gets one token."""
+    return (tuple((seq, 1) for seq in range(num_seqs)),) * num_steps
+
+
+def _shapes(page_size: int) -> tuple[Case, ...]:
+    """One case of each phase, with lengths around the page boundaries."""
+    p = page_size
+    edges = (p - 1, p, p + 1, 2 * p + 3, 1, 0)
+    prompts = tuple((seq, max(1, n)) for seq, n in enumerate((p - 1, p, p + 1, 1, 2 * p + 2)))
+    mixed = ((0, 1), (1, 5), (2, 1), (3, p + 3), (4, 2), (5, 1))
+    return (
+        Case(name="decode", prefix_lens=edges, steps=_decode(6, 2), page_size=p),
+        Case(name="prefill", prefix_lens=(0,) * 5, steps=(prompts, *_decode(5)), page_size=p),
+        Case(name="mixed", prefix_lens=edges, steps=(mixed, mixed), page_size=p),
+    )
+
+
+def _named(cases: tuple[Case, ...], label: str) -> tuple[Case, ...]:
+    return tuple(replace(case, name=f"{case.name}-{label}") for case in cases)
+
+
+def _varied() -> tuple[Case, ...]:
+    """Group sizes, head dims, page sizes, dtypes, windows, caps and layouts, each in every phase."""
+    base = _shapes(16)
+    cases: list[Case] = []
+    for group_size in range(1, 9):
+        shaped = tuple(replace(c, num_heads=2 * group_size) for c in base)
+        cases += _named(shaped, f"group{group_size}")
+    cases += _named(tuple(replace(c, num_heads=12, num_kv_heads=1) for c in base), "group12")
+    cases += _named(tuple(replace(c, num_heads=15, num_kv_heads=5) for c in base), "kvheads5")
+    for head_dim in (80, 96, 128, 256):
+        cases += _named(tuple(replace(c, head_dim=head_dim) for c in base), f"dim{head_dim}")
+    for page_size in (1, 128):
+        cases += _named(_shapes(page_size), f"page{page_size}")
+    for dtype, label in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        cases += _named(tuple(replace(c, dtype=dtype) for c in base), label)
+        cases += _named(tuple(replace(c, dtype=dtype, head_dim=128, num_heads=14) for c in base), f"{label}-dim128")
+    for window in (1, 2, 15, 16, 17, 1000):
+        cases += _named(tuple(replace(c, windows=(window,)) for c in base), f"window{window}")
+    for window in (1, 2, 3):
+        cases += _named(tuple(replace(c, windows=(window,)) for c in _shapes(1)), f"page1-window{window}")
+    cases += _named(tuple(replace(c, soft_cap=1.5) for c in base), "cap")
+    cases += _named(tuple(replace(c, soft_cap=1.5, windows=(5,)) for c in base), "cap-window5")
+    cases += _named(tuple(replace(c, windows=(0, 7, 0, 7, 16)) for c in base), "groups3")
+    for layout in (CacheLayout.KV_INTERLEAVED, CacheLayout.HEADS_FIRST):
+        cases += _named(tuple(replace(c, layout=layout) for c in base), layout.value)
+    cases += _named(tuple(replace(c, poison=300.0) for c in base), "garbage")
+    return tuple(cases)
+
+
+def _chunks(length: int, window: int) -> Case:
+    """One sequence for each chunk size 1..length, all cut from prompts of one length; finished ones stay, idle."""
+    steps = []
+    done = [0] * length
+    while min(done) < length:
+        step = tuple((seq, min(seq + 1, length - done[seq])) for seq in range(length))
+        done = [before + n for before, (_, n) in zip(done, step, strict=True)]
+        steps.append(step)
+    return Case(
+        name=f"chunks-window{window}", prefix_lens=(0,) * length, steps=tuple(steps), windows=(window,), head_dim=80
+    )
+
+
+def _orders() -> tuple[Case, ...]:
+    """One mixed batch in several orders."""
+    rows = ((0, 1), (1, 1), (2, 20), (3, 7), (4, 3))
+    orders = {
+        "decode-first": rows,
+        "prefill-first": rows[::-1],
+        "interleaved": (rows[2], rows[0], rows[3], rows[1], rows[4]),
+    }
+    return tuple(
+        Case(name=f"order-{name}", prefix_lens=(33, 5, 0, 16, 40), steps=(order,), windows=(0, 9))
+        for name, order in orders.items()
+    )
+
+
+def _empty() -> tuple[Case, ...]:
+    """Steps, sequences and rows without tokens."""
+    return (
+        Case(name="empty-step", prefix_lens=(3,), steps=((), *_decode(1))),
+        Case(name="empty-step-padded", prefix_lens=(3,), steps=((), *_decode(1)), bucket=4, extra_rows=2),
+        Case(name="empty-queries", prefix_lens=(3, 0, 20), steps=(((0, 0), (1, 0), (2, 0)), ((2, 2), (0, 0)))),
+        Case(name="empty-first", prefix_lens=(0, 0, 5), steps=(((0, 0), (1, 9), (2, 4)),)),
+        Case(name="empty-middle", prefix_lens=(5, 17, 2), steps=(((0, 3), (1, 0), (2, 4)),)),
+        Case(name="empty-last", prefix_lens=(5, 0, 17), steps=(((0, 3), (1, 0), (2, 0)),)),
+        Case(name="empty-prefill", prefix_lens=(0, 0, 0), steps=(((0, 6), (1, 0), (2, 17)),)),
+        Case(
+            name="empty-decode-rows",
+            prefix_lens=(15, 40),
+            steps=(((EMPTY, 1), (0, 1), (EMPTY, 1), (1, 1), (EMPTY, 1)), ((EMPTY, 1),), ((1, 1), (0, 1))),
+        ),
+        Case(
+            name="empty-decode-rows-page1",
+            prefix_lens=(15, 4),
+            steps=(((EMPTY, 1), (0, 1), (EMPTY, 1), (1, 1)),),
+            page_size=1,
+            windows=(0, 2),
+        ),
+    )
+
+
+def _padded() -> tuple[Case, ...]:
+    """Persistent buffers padded to a bucket, large batches before small ones; rows beyond the step's tokens."""
+    lens = (1, 100, 16, 15, 17, 33, 2)
+    shrinking: Steps = (*_decode(7), *_decode(3), ((4, 1),), (), ((6, 1), (1, 1)), *_decode(7, 2))
+    prompts: Steps = (((0, 9), (1, 17), (2, 1)), ((0, 2), (2, 1)), ((1, 1), (2, 5)))
+    cases = [
+        Case(name="padded-decode", prefix_lens=lens, steps=shrinking, bucket=8, extra_rows=3),
+        Case(name="padded-mixed", prefix_lens=(0, 3, 30), steps=prompts, bucket=32, windows=(0, 4)),
+        Case(name="padded-prefill", prefix_lens=(0, 0, 0), steps=prompts[:1], bucket=32, extra_rows=5),
+        Case(name="extra-rows", prefix_lens=lens, steps=(*_decode(7), ((0, 4), (3, 1))), extra_rows=9),
+    ]
+    for label, case in (
+        ("", cases[0]),
+        ("-page1", replace(cases[0], page_size=1)),
+        ("-page128", replace(cases[0], page_size=128, num_heads=10)),
+        ("-windows", replace(cases[0], windows=(0, 1, 2, 15, 16, 17))),
+        ("-cap", replace(cases[0], soft_cap=1.5)),
+        ("-fp16", replace(cases[0], dtype=torch.float16)),
+        ("-bf16", replace(cases[0], dtype=torch.bfloat16, head_dim=128)),
+        ("-garbage", replace(cases[0], poison=300.0, windows=(0, 16))),
+        ("-heads-first", replace(cases[0], layout=CacheLayout.HEADS_FIRST)),
+    ):
+        cases.append(replace(case, name=f"graph-decode{label}", graph=True, extra_rows=0))
+    return tuple(cases)
+
+
+def _long() -> tuple[Case, ...]:
+    """Lengths beyond any tile size."""
+    return (
+        Case(name="long-prefill", prefix_lens=(0,), steps=(((0, 700),),), num_heads=3, num_kv_heads=1),
+        Case(name="long-prefill-window", prefix_lens=(0,), steps=(((0, 700),),), windows=(129,), num_kv_heads=1),
+        Case(name="long-chunk", prefix_lens=(1030, 3), steps=(((0, 300), (1, 1)),), windows=(0, 250, 2)),
+        Case(name="long-decode", prefix_lens=(3000, 1, 800), steps=_decode(3, 2), windows=(0, 1000)),
+        Case(name="long-chunk-cap", prefix_lens=(400,), steps=(((0, 300),),), soft_cap=1.5, num_heads=2),
+    )
+
+
+CASES: Final[tuple[Case, ...]] = (
+    *_shapes(16),
+    *_varied(),
+    _chunks(19, window=0),
+    _chunks(19, window=6),
+    *_orders(),
+    *_empty(),
+    *_padded(),
+    *_long(),
+)
+"""All cases; their names are unique."""

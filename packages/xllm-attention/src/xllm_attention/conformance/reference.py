@@ -1,0 +1,34 @@
+"""The reference: attention of one sequence in float64, written out row by row. Shares no code with any backend."""
+
+from __future__ import annotations
+
+import torch
+
+from ..spec import AttentionSpec
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Attends the last R tokens of a sequence of L tokens. H heads, K kv heads, D head dim.
+
+    Args:
+        q: [R, H, D] queries of positions L - R .. L - 1.
+        k, v: [L, K, D] of all positions.
+        spec: shape and formula, as `AttentionSpec` states it.
+
+    Returns:
+        [R, H, D] float64, on the CPU.
+    """
+    q, k, v = (tensor.to("cpu", torch.float64) for tensor in (q, k, v))
+    prefix_len = k.shape[0] - q.shape[0]
+    out = torch.empty_like(q)
+    for row in range(q.shape[0]):
+        position = prefix_len + row
+        first = 0 if spec.sliding_window == 0 else max(0, position + 1 - spec.sliding_window)
+        for head in range(spec.num_heads):
+            kv_head = head // (spec.num_heads // spec.num_kv_heads)
+            scores = (k[first : position + 1, kv_head] @ q[row, head]) * spec.scale
+            if spec.logits_soft_cap > 0:
+                scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
+            weights = torch.exp(scores - scores.max())
+            out[row, head] = (weights / weights.sum()) @ v[first : position + 1, kv_head]
+    return out

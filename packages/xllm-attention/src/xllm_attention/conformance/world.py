@@ -1,0 +1,181 @@
+"""The world of one case: its caches, page tables and tokens. Owns what a serving framework would own, and the truth.
+
+Everything random is derived from the case's name, so a failure repeats.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+
+from xllm_metadata import (
+    AttentionMetadata,
+    BuiltAttentionMetadata,
+    LayerCache,
+    StaticAttentionMetadata,
+    build_attention_metadata,
+)
+
+from .case import EMPTY, CacheLayout, Case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One step's inputs. R rows of q, k and v: the step's live tokens, its padding, and the case's extra rows."""
+
+    metadata: AttentionMetadata
+    rows: tuple[tuple[int, int, int], ...]  # (sequence, first row, number of rows); EMPTY rows are left out
+    slots: torch.Tensor  # [live tokens] int64, host: the slots to write
+    live_rows: torch.Tensor  # [live tokens] int64, host: their rows
+    qkv: tuple[torch.Tensor, ...]  # per layer [R, (H + 2 K) * D], NaN in rows that are not live
+
+
+class World:
+    """Caches and token history of a case."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        seed = zlib.crc32(case.name.encode())
+        self.case = case
+        self.device = device
+        self._generator = torch.Generator().manual_seed(seed)
+        self.lens = list(case.prefix_lens)
+        self.tables, self.num_blocks = _page_tables(case, random.Random(seed))
+        self.caches = [_make_cache(case, self.num_blocks, device) for _ in case.windows]
+        # Per layer and sequence: all keys and values so far, [L, K, D] each, in the case's dtype on the CPU.
+        self.history: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        for cache in self.caches:
+            self.history.append([])
+            for seq, prefix_len in enumerate(case.prefix_lens):
+                kv = self._random(2, prefix_len, case.num_kv_heads, case.head_dim)
+                self.history[-1].append((kv[0], kv[1]))
+                slots = torch.tensor([self._slot(seq, p) for p in range(prefix_len)], dtype=torch.int64)
+                write(cache, slots, kv[0], kv[1])
+        self._static: StaticAttentionMetadata | None = None
+
+    def next_step(self, step: tuple[tuple[int, int], ...]) -> StepInputs:
+        """Draws the step's tokens, extends the history by them, and builds the metadata."""
+        slots: list[int] = []
+        live_rows: list[int] = []
+        rows: list[tuple[int, int, int]] = []
+        row = 0
+        for seq, num_tokens in step:
+            if seq != EMPTY:
+                slots += [self._slot(seq, self.lens[seq] + i) for i in range(num_tokens)]
+                live_rows += range(row, row + num_tokens)
+                rows.append((seq, row, num_tokens))
+                self.lens[seq] += num_tokens
+            row += num_tokens
+        metadata = self._metadata(step, slots, live_rows)
+        live = torch.tensor(live_rows, dtype=torch.int64)
+        num_rows = metadata.slot_mapping.shape[0] + self.case.extra_rows
+        qkv = tuple(self._draw(layer, num_rows, live, rows) for layer in range(len(self.caches)))
+        return StepInputs(
+            metadata=metadata,
+            rows=tuple(rows),
+            slots=torch.tensor(slots, dtype=torch.int64),
+            live_rows=live,
+            qkv=qkv,
+        )
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views q [R, H, D], k and v [R, K, D] of a fused tensor."""
+        h, k = self.case.num_heads, self.case.num_kv_heads
+        heads = qkv.view(qkv.shape[0], h + 2 * k, self.case.head_dim)
+        return heads[:, :h], heads[:, h : h + k], heads[:, h + k :]
+
+    def _draw(self, layer: int, num_rows: int, live: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:
+        case = self.case
+        width = (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
+        qkv = torch.full((num_rows, width), torch.nan, dtype=case.dtype)
+        qkv[live] = self._random(len(live), width)
+        qkv[live, : case.num_heads * case.head_dim] *= 2  # a softmax with some contrast
+        _, k, v = self.split(qkv)
+        for seq, first, num_tokens in rows:
+            old_k, old_v = self.history[layer][seq]
+            new = slice(first, first + num_tokens)
+            self.history[layer][seq] = (torch.cat([old_k, k[new]]), torch.cat([old_v, v[new]]))
+        return qkv.to(self.device)
+
+    def _metadata(self, step: tuple[tuple[int, int], ...], slots: list[int], live_rows: list[int]) -> AttentionMetadata:
+        q_lens = [0 if seq == EMPTY else num_tokens for seq, num_tokens in step]
+        kv_lens = [0 if seq == EMPTY else self.lens[seq] for seq, _ in step]
+        tables = [[] if seq == EMPTY else self.tables[seq] for seq, _ in step]
+        metadata = build_attention_metadata(q_lens, kv_lens, tables, self.case.page_size, self.device)
+        if any(seq == EMPTY for seq, _ in step):
+            metadata = _as_decode(metadata, len(step), slots, live_rows)
+        if self.case.bucket is None:
+            return metadata
+        return self._pad(metadata, self.case.bucket)
+
+    def _pad(self, metadata: BuiltAttentionMetadata, bucket: int) -> AttentionMetadata:
+        if self._static is None:
+            self._static = StaticAttentionMetadata(
+                max_num_tokens=bucket,
+                max_num_seqs=self.case.max_num_seqs,
+                max_num_pages=self.num_blocks,
+                device=self.device,
+            )
+            # Whoever reads the page indices beyond the live ones must not be able to use them.
+            self._static.buffer("paged_kv_indices").fill_(self.num_blocks - 1)
+        decode = metadata.qo_indptr is None
+        num_seqs = metadata.kv_cu_seq_lens.shape[0] - 1
+        self._static.fill(metadata, num_tokens=bucket, num_seqs=bucket if decode else num_seqs + 2)
+        return self._static
+
+    def _slot(self, seq: int, position: int) -> int:
+        page = self.tables[seq][position // self.case.page_size]
+        return page * self.case.page_size + position % self.case.page_size
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.case.dtype)
+
+
+def write(cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Writes k, v [n, K, D] at the slots [n] of a layer's cache."""
+    for tensor, values in ((cache.k, k), (cache.v, v)):
+        assert tensor is not None
+        page_size = tensor.shape[1]
+        for slot, value in zip(slots.tolist(), values.to(tensor.device), strict=True):
+            tensor[slot // page_size, slot % page_size] = value
+
+
+def _as_decode(
+    metadata: BuiltAttentionMetadata, num_rows: int, slots: list[int], live_rows: list[int]
+) -> BuiltAttentionMetadata:
+    """Turns the metadata of rows with one or no token into a decode step in which every row has one."""
+    slot_mapping = metadata.slot_mapping.new_full((num_rows,), -1)
+    slot_mapping[live_rows] = torch.tensor(slots, dtype=torch.int32, device=slot_mapping.device)
+    return replace(
+        metadata,
+        slot_mapping=slot_mapping,
+        qo_indptr=None,
+        qo_indptr_host=None,
+        max_query_len=1,
+        is_prefill=False,
+        is_chunked_prefill=False,
+    )
+
+
+def _page_tables(case: Case, rng: random.Random) -> tuple[list[list[int]], int]:
+    """Scattered pages for every sequence; the last page, and with it the last slot, is nobody's."""
+    needs = [-(-length // case.page_size) for length in case.final_lens]
+    num_blocks = sum(needs) + 3
+    free = list(range(num_blocks - 1))
+    rng.shuffle(free)
+    return [[free.pop() for _ in range(need)] for need in needs], num_blocks
+
+
+def _make_cache(case: Case, num_blocks: int, device: torch.device) -> LayerCache:
+    """A layer's cache [num_blocks, page_size, K, D], poisoned throughout."""
+    k, p, d = case.num_kv_heads, case.page_size, case.head_dim
+    if case.layout is CacheLayout.KV_INTERLEAVED:
+        both = torch.full((num_blocks, 2, p, k, d), case.poison, dtype=case.dtype, device=device)
+        return LayerCache(k=both[:, 0], v=both[:, 1])
+    if case.layout is CacheLayout.HEADS_FIRST:
+        pair = torch.full((2, num_blocks, k, p, d), case.poison, dtype=case.dtype, device=device)
+        return LayerCache(k=pair[0].transpose(1, 2), v=pair[1].transpose(1, 2))
+    plain = torch.full((2, num_blocks, p, k, d), case.poison, dtype=case.dtype, device=device)
+    return LayerCache(k=plain[0], v=plain[1])

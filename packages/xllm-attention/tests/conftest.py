@@ -1,0 +1,80 @@
+"""Fixtures that the tests of several modules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import pytest
+import torch
+
+from xllm_attention import AttentionBackend, AttentionSpec, create_backend
+from xllm_attention.conformance import BackendFactory
+from xllm_metadata import LayerCache
+
+MakeBackend = Callable[..., AttentionBackend]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def torch_factory() -> BackendFactory:
+    """Makes the torch backend as the conformance suite asks for it."""
+    return partial(create_backend, "torch")
+
+
+@pytest.fixture
+def make_caches() -> Callable[..., list[LayerCache]]:
+    """Makes a zeroed cache for each spec."""
+
+    def make(
+        specs: Sequence[AttentionSpec],
+        *,
+        num_blocks: int = 32,
+        page_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[LayerCache]:
+        shapes = [(2, num_blocks, page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
+        return [LayerCache.from_tensors(tuple(torch.zeros(shape, dtype=dtype))) for shape in shapes]
+
+    return make
+
+
+@pytest.fixture
+def make_backend(make_caches: Callable[..., list[LayerCache]]) -> MakeBackend:
+    """Makes a torch backend with bound fp32 caches of 32 pages of 4."""
+
+    def make(
+        specs: Sequence[AttentionSpec],
+        *,
+        bind: bool = True,
+        max_num_seqs: int = 8,
+        max_num_tokens: int = 64,
+        max_model_len: int = 40,
+    ) -> AttentionBackend:
+        backend = create_backend(
+            "torch",
+            specs,
+            device="cpu",
+            dtype=torch.float32,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            max_model_len=max_model_len,
+        )
+        if bind:
+            backend.bind_kv_caches(make_caches(specs))
+        return backend
+
+    return make
+
+
+@pytest.fixture
+def spec() -> AttentionSpec:
+    """A small spec with grouped heads."""
+    return AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=8, scale=8**-0.5)

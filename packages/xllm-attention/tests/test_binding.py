@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from xllm_attention import AttentionBackend, AttentionSpec
+from xllm_metadata import LayerCache
+
+MakeBackend = Callable[..., AttentionBackend]
+SHAPE = (4, 16, 2, 8)
+GOOD = torch.zeros(SHAPE)
+
+
+def _cache(k: torch.Tensor | None = GOOD, v: torch.Tensor | None = GOOD) -> LayerCache:
+    return LayerCache(k=k, v=v)
+
+
+@pytest.mark.parametrize(
+    ("caches", "message"),
+    [
+        ([_cache()], "1 KV caches for 2 layers"),
+        ([_cache()] * 3, "3 KV caches for 2 layers"),
+        ([_cache(), _cache(v=None)], "v cache of layer 1 is None"),
+        ([_cache(k=torch.zeros(4, 16, 16)), _cache()], "k cache of layer 0 has 3 dimensions; it must have 4"),
+        ([_cache(), _cache(k=torch.zeros(4, 16, 3, 8))], "k cache of layer 1 has num_kv_heads 3; its layer has 2"),
+        ([_cache(), _cache(v=torch.zeros(4, 16, 2, 9))], "v cache of layer 1 has head_dim 9; its layer has 8"),
+        ([_cache(), _cache(k=GOOD.half())], "has dtype torch.float16; the backend was made for torch.float32"),
+        ([_cache(), _cache(k=GOOD.to("meta"))], "k cache of layer 1 is on meta; the backend was made for cpu"),
+        ([_cache(k=torch.zeros(0, 16, 2, 8)), _cache()], "has num_blocks 0; it must be at least 1"),
+        ([_cache(k=torch.zeros(4, 0, 2, 8)), _cache()], "has page_size 0; it must be at least 1"),
+        ([_cache(v=torch.zeros(5, 16, 2, 8)), _cache()], r"have shapes \[4, 16, 2, 8\] and \[5, 16, 2, 8\]"),
+        (
+            [_cache(), _cache(*torch.zeros(2, 4, 8, 2, 8))],
+            r"page sizes differ: 16 \(layer 0\), 8 \(layer 1\)",
+        ),
+        ([_cache(k=torch.zeros(1, 16, 2, 8).expand(SHAPE)), _cache()], "elements overlap"),
+        ([_cache(k=torch.zeros(2000).as_strided(SHAPE, (255, 16, 8, 1))), _cache()], "elements overlap"),
+    ],
+)
+def test_refusals(make_backend: MakeBackend, spec: AttentionSpec, caches: list[LayerCache], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_backend([spec, spec], bind=False).bind_kv_caches(caches)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 2, 16, 2, 8)[:, 0],  # k and v of a page side by side
+        torch.zeros(4, 2, 16, 8).transpose(1, 2),  # heads first
+        torch.zeros(2, 8, 16, 4).permute(3, 2, 0, 1),  # everything turned round
+        torch.zeros(4, 16, 2, 16)[..., ::2],  # gaps
+        torch.zeros(1, 16, 2, 8),  # a size of one, whose stride means nothing
+    ],
+)
+def test_strides_without_overlap_are_bound(
+    make_backend: MakeBackend, spec: AttentionSpec, tensor: torch.Tensor
+) -> None:
+    make_backend([spec], bind=False).bind_kv_caches([LayerCache(k=tensor, v=tensor)])

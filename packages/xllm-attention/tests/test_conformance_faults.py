@@ -1,0 +1,182 @@
+"""The conformance suite finds faults: a plain backend passes it, and fails with any one fault planted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from xllm_attention import AttentionBackend, BackendCapabilities, Phase, Step
+from xllm_attention.conformance import CASES, Case, ConformanceError, check_large_cache, run_case
+
+
+class PlainBackend(AttentionBackend):
+    """Row by row, over whole gathered pages. `fault` names what it does wrong."""
+
+    name = "plain"
+    capabilities = BackendCapabilities(full_graph_phases=frozenset({Phase.DECODE}))
+
+    def __init__(self, *args: Any, fault: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fault = fault
+        self.planned = False
+
+    def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
+        self.caches = caches
+        self.page_size = page_size
+
+    def _plan_step(self, step: Step) -> None:
+        if self.fault == "plans only once" and self.planned:
+            return
+        self.planned = True
+        m = step.metadata
+        self.slots = m.slot_mapping.tolist()
+        self.kv_lens = [b - a for a, b in pairwise(m.kv_seq_lens_host.tolist())]
+        indptr, pages = m.paged_kv_indptr_host.tolist(), m.paged_kv_indices.tolist()
+        self.pages = [pages[a:b] for a, b in pairwise(indptr)]
+        self.rows = list(range(step.num_seqs + 1)) if m.qo_indptr_host is None else m.qo_indptr_host.tolist()
+
+    def _plan_group(self, step: Step, group: int) -> None:
+        pass
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+        if self.fault == "writes nothing":
+            self.attend(q, out, layer_id)
+        elif self.fault == "attends before it writes":
+            self.attend(q, out, layer_id)
+            self.append(k, v, layer_id)
+        else:
+            self.append(k, v, layer_id)
+            self.attend(q, out, layer_id)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, layer_id: int) -> None:
+        for row, slot in enumerate(self.slots):
+            for cache, values in zip(self.caches[layer_id], (k, v), strict=True):
+                target = slot
+                if slot < 0 and self.fault == "slot -1 writes the last slot":
+                    target = cache.shape[0] * self.page_size - 1
+                elif slot < 0 and self.fault == "slot -1 writes slot 0":
+                    target = 0
+                elif slot < 0:
+                    continue
+                if self.fault == "int32 offsets":
+                    size = cache[0, 0].numel()
+                    target = ((target * size + 2**31) % 2**32 - 2**31) // size
+                cache[target // self.page_size, target % self.page_size] = values[row]
+
+    def attend(self, q: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+        if self.fault != "tail left as it was":
+            out[self.rows[-1] :] = 0
+        if self.fault == "modifies q":
+            q *= 1.0
+            q[: self.rows[-1]] *= 2.0
+        for (first, end), kv_len, pages in zip(pairwise(self.rows), self.kv_lens, self.pages, strict=True):
+            k, v = (cache[pages].flatten(0, 1).float() for cache in self.caches[layer_id])
+            for row in range(first, end):
+                if kv_len == 0 and self.fault != "empty rows left as they were":
+                    out[row] = 0
+                elif kv_len:
+                    out[row] = self.attend_row(q[row].float(), k, v, kv_len - end + row, kv_len, layer_id)
+
+    def attend_row(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, kv_len: int, layer_id: int
+    ) -> torch.Tensor:
+        spec = self.specs[0 if self.fault == "one spec for all layers" else layer_id]
+        window = spec.sliding_window + {"window one too long": 1, "window one too short": -1}.get(self.fault, 0)
+        window = window if spec.sliding_window else 0
+        end = {"sees later tokens": kv_len, "sees the previous token's keys": max(1, position)}.get(
+            self.fault, position + 1
+        )
+        visible = torch.zeros(k.shape[0], dtype=torch.bool)
+        visible[max(0, position + 1 - window) if window else 0 : end] = True
+        if self.fault == "reads behind the end":
+            visible[position + 1 :] = True
+        heads = torch.arange(spec.num_heads)
+        heads = heads % spec.num_kv_heads if self.fault == "wrong head" else heads // spec.group_size
+        scores = torch.einsum("hd,lhd->hl", q, k[:, heads]) * spec.scale
+        if spec.logits_soft_cap and self.fault != "no soft cap":
+            scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        if self.fault != "0 * NaN of masked values":
+            v = v.masked_fill(~visible[:, None, None], 0)
+        return torch.einsum("hl,lhd->hd", weights, v[:, heads])
+
+
+SHORT_CASES = tuple(case for case in CASES if sum(case.final_lens) < 500)  # row by row is slow
+
+FAULTS = (
+    "window one too long",
+    "window one too short",
+    "slot -1 writes the last slot",
+    "slot -1 writes slot 0",
+    "0 * NaN of masked values",
+    "reads behind the end",
+    "sees later tokens",
+    "sees the previous token's keys",
+    "one spec for all layers",
+    "tail left as it was",
+    "empty rows left as they were",
+    "plans only once",
+    "writes nothing",
+    "attends before it writes",
+    "wrong head",
+    "no soft cap",
+    "modifies q",
+)
+
+
+def _passes(fault: str, case: Case) -> bool:
+    try:
+        result = run_case(partial(PlainBackend, fault=fault), case)
+    except ConformanceError:
+        return False
+    assert result.refused is None
+    return True
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
+def test_plain_backend_passes(case: Case) -> None:
+    assert _passes("", case)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found(fault: str) -> None:
+    assert not all(_passes(fault, case) for case in reversed(SHORT_CASES))
+
+
+@pytest.mark.parametrize(
+    ("fault", "window"),
+    # One less than 1 would be no window at all.
+    [("window one too long", w) for w in (1, 2, 15, 16, 17)] + [("window one too short", w) for w in (2, 15, 16, 17)],
+)
+@pytest.mark.parametrize("phase", ["decode", "prefill", "mixed"])
+def test_window_fault_is_found_at_every_width(fault: str, phase: str, window: int) -> None:
+    case = next(case for case in CASES if case.name == f"{phase}-window{window}")
+    assert not _passes(fault, case)
+
+
+def test_nan_leak_is_found_in_every_phase() -> None:
+    for phase in ("decode", "prefill", "mixed", "graph-decode"):
+        case = next(case for case in CASES if case.name == phase)
+        assert not _passes("0 * NaN of masked values", case)
+
+
+def test_int32_offsets_are_found() -> None:
+    check_large_cache(PlainBackend)
+    with pytest.raises(ConformanceError, match="large cache"):
+        check_large_cache(partial(PlainBackend, fault="int32 offsets"))
+
+
+def test_refusal_is_reported_not_passed() -> None:
+    class Narrow(PlainBackend):
+        capabilities = BackendCapabilities(head_dims=frozenset({64, 128}))
+
+    by_name = {case.name: case for case in CASES}
+    refused = run_case(Narrow, by_name["decode-dim80"]).refused
+    assert refused == "attention backend 'plain' cannot serve layer 0: head_dim 80; served are [64, 128]"
+    assert run_case(Narrow, by_name["graph-decode"]).refused == "plain has no decode in a full graph"
+    assert run_case(Narrow, by_name["decode"]).refused is None
