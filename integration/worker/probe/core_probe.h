@@ -1,23 +1,22 @@
-// The modes of xllm_core_probe: each answers one JSON value with another.
+// The modes of xllm_core_probe.
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
 
 namespace xllm::worker::probe {
 
-// {"num_blocks", "block_size", "ops": [["grow", name, num_tokens] | ["release", name]]}
+// {"num_blocks", "block_size", "ops": [["grow", name, num_tokens] | ["release", name]]} -> what each op left
 nlohmann::json probe_blocks(const nlohmann::json& input);
 
 // A whole engine over the RecallModel, step by step, with requests that arrive before given steps.
 nlohmann::json probe_schedule(const nlohmann::json& input);
 
-// Serves stdin and stdout as the worker does, over the RecallModel.
-void serve(const nlohmann::json& settings);
+// Serves stdin and stdout as the worker does, over the RecallModel. Returns the exit code.
+int serve(const nlohmann::json& settings);
 
-// {"block_size", "entries": [{"tokens", "num_cached", "blocks", "wants_logits"}]} -> every tensor of the batch
-nlohmann::json probe_batch(const nlohmann::json& input);
-
-// {"logits": [[number or null for NaN]], "dtype"} -> tokens
-nlohmann::json probe_sample(const nlohmann::json& input);
+// Parses the options as the worker does and prints them. Returns the exit code.
+int print_options(const std::vector<std::string>& args);
 
 }  // namespace xllm::worker::probe

@@ -1,7 +1,9 @@
 #include <unistd.h>
 
+#include <chrono>
 #include <iostream>
 #include <map>
+#include <thread>
 
 #include "core_probe.h"
 #include "engine.h"
@@ -92,7 +94,7 @@ json probe_schedule(const json& input) {
   return {{"steps", steps}, {"events", lines}};
 }
 
-void serve(const json& settings) {
+int serve(const json& settings) try {
   const auto delay = std::chrono::milliseconds(settings.value("step_ms", 0));
   Setup setup(settings, [delay](auto) { std::this_thread::sleep_for(delay); });
   ProtocolOutput output;
@@ -101,11 +103,15 @@ void serve(const json& settings) {
   const auto write = [&](std::string_view text) { output.write(text); };
   const auto log = [](const std::string& message) { std::cerr << message << "\n"; };
   Engine engine(setup.model, setup.blocks, setup.limits, write, log);
-  LineReader reader(
+  const LineReader reader(
       STDIN_FILENO,
       [&](std::string_view line, int64_t number) { inbox.put(parse_input_line(line, number, setup.request_limits)); },
       [&] { inbox.close(); });
   engine.run(inbox);
+  return 0;
+} catch (const std::exception& error) {
+  std::cerr << "error: " << error.what() << "\n";
+  return 1;
 }
 
 }  // namespace xllm::worker::probe

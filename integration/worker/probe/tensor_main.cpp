@@ -1,10 +1,12 @@
+// Lets tests drive the worker's batch builder and sampler without a model.
+//   xllm_tensor_probe batch|sample   one JSON value in, one out, line by line
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include <cmath>
 
+#include "answer_lines.h"
 #include "batch_builder.h"
-#include "core_probe.h"
 #include "sampler.h"
 
 namespace xllm::worker::probe {
@@ -20,8 +22,7 @@ json values(const at::Tensor& tensor) {
 
 json values(const std::optional<at::Tensor>& tensor) { return tensor ? values(*tensor) : json(nullptr); }
 
-}  // namespace
-
+// {"block_size", "entries": [{"tokens", "num_cached", "blocks", "wants_logits"}]} -> every tensor of the batch
 json probe_batch(const json& input) {
   struct Owned {
     std::vector<int32_t> tokens, blocks;
@@ -55,6 +56,7 @@ json probe_batch(const json& input) {
   return output;
 }
 
+// {"logits": [[number or null for NaN]], "vocab_size", "dtype"} -> tokens
 json probe_sample(const json& input) {
   const json& rows = input.at("logits");
   const int64_t width = input.at("vocab_size");
@@ -67,4 +69,15 @@ json probe_sample(const json& input) {
   return sample_greedy(logits);
 }
 
+int run(const std::string& mode) {
+  if (mode == "batch") return answer_lines(probe_batch);
+  if (mode == "sample") return answer_lines(probe_sample);
+  std::cerr << "error: unknown mode '" << mode << "'\n";
+  return 2;
+}
+
+}  // namespace
+
 }  // namespace xllm::worker::probe
+
+int main(int argc, char** argv) { return xllm::worker::probe::run(argc > 1 ? argv[1] : ""); }

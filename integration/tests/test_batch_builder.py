@@ -1,0 +1,114 @@
+"""The C++ batch builder gives what `xllm_metadata.build_attention_metadata` gives, host mirrors included."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xllm_metadata import build_attention_metadata
+
+
+@st.composite
+def batches(draw):
+    """(block_size, entries): prompts, chunks, decodes and empty sequences in any order, spare pages at times."""
+    block_size = draw(st.sampled_from([1, 2, 16, 128]))
+    kinds = draw(st.sampled_from(["decode", "prompts", "mixed"]))
+    lengths = {
+        "decode": st.tuples(st.just(1), st.integers(0, 300)),
+        "prompts": st.tuples(st.integers(0, 40), st.just(0)),
+        "mixed": st.tuples(st.integers(0, 40), st.integers(0, 300)),
+    }[kinds]
+    pairs = draw(st.lists(lengths, max_size=12))
+    spare = draw(st.integers(0, 2))
+    seed = draw(st.integers(0, 2**32 - 1))
+    return block_size, make_entries(pairs, block_size, spare, random.Random(seed))
+
+
+def make_entries(pairs, block_size, spare, rng):
+    need = [-(-(new + cached) // block_size) + spare for new, cached in pairs]
+    pages = list(range(sum(need) + 3))
+    rng.shuffle(pages)
+    entries = []
+    for (new, cached), count in zip(pairs, need, strict=True):
+        entries.append(
+            {
+                "tokens": [rng.randrange(50_000) for _ in range(new)],
+                "num_cached": cached,
+                "blocks": [pages.pop() for _ in range(count)],
+                "wants_logits": new > 0 and rng.random() < 0.7,
+            }
+        )
+    return entries
+
+
+def as_lists(metadata):
+    fields = dataclasses.asdict(metadata)
+    return {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in fields.items()}
+
+
+def check(ask, block_size, entries):
+    built = ask("batch", {"block_size": block_size, "entries": entries})
+    q_lens = [len(entry["tokens"]) for entry in entries]
+    kv_lens = [entry["num_cached"] + q_len for entry, q_len in zip(entries, q_lens, strict=True)]
+    expected = build_attention_metadata(q_lens, kv_lens, [entry["blocks"] for entry in entries], block_size)
+    assert built["metadata"] == as_lists(expected)
+    assert built["tokens"] == [token for entry in entries for token in entry["tokens"]]
+    assert built["positions"] == [
+        p for entry, kv_len in zip(entries, kv_lens, strict=True) for p in range(entry["num_cached"], kv_len)
+    ]
+    ends = [sum(q_lens[: i + 1]) for i in range(len(entries))]
+    wanted = [end - 1 for end, entry in zip(ends, entries, strict=True) if entry["wants_logits"]]
+    assert built["logits_indices"] == wanted
+    assert built["is_aligned"]
+    assert built["is_one_buffer"]
+
+
+@settings(deadline=None, max_examples=300)
+@given(batch=batches())
+def test_agrees_with_the_reference_builder(ask, batch):
+    check(ask, *batch)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+def test_agrees_for_512_sequences(ask, block_size):
+    rng = random.Random(7)
+    pairs = [(rng.choice([0, 1, 1, 1, 33]), rng.randrange(200)) for _ in range(512)]
+    check(ask, block_size, make_entries(pairs, block_size, 0, rng))
+
+
+def test_no_sequence(ask):
+    check(ask, 16, [])
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            {"tokens": [1] * 5, "num_cached": 12, "blocks": [3], "wants_logits": False},
+            "a sequence of 17 tokens needs 2 pages and has 1",
+        ),
+        (
+            {"tokens": [], "num_cached": 3, "blocks": [3], "wants_logits": True},
+            "logits are wanted of a sequence without new tokens",
+        ),
+    ],
+)
+def test_contradictions_are_refused(ask, entry, message):
+    assert ask("batch", {"block_size": 16, "entries": [entry]}) == {"error": message}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_takes_the_lowest_of_equal_logits_and_marks_nan(ask, dtype):
+    rows = [[0, 3, 3, 1], [-1, -1, -1, -1], [0, None, 9, 1], [1, 2, 3, 4]]
+    assert ask("sample", {"logits": rows, "vocab_size": 4, "dtype": dtype}) == [1, 0, -1, 3]
+
+
+def test_greedy_over_no_row_and_over_a_large_vocabulary(ask):
+    assert ask("sample", {"logits": [], "vocab_size": 4, "dtype": "float32"}) == []
+    row = [0.0] * 49_152
+    row[40_000] = row[40_001] = 2.0
+    assert ask("sample", {"logits": [row], "vocab_size": len(row), "dtype": "float32"}) == [40_000]

@@ -1,0 +1,151 @@
+"""One table of options for command line and JSON file: values, precedence, and each error with its exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+MODEL = "--model=m"
+
+
+def parsed(result):
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_defaults(run_probe):
+    options = parsed(run_probe("options", MODEL))
+    assert options["model"] == "m"
+    assert (options["block_size"], options["dtype"], options["num_blocks"]) == (16, "auto", -1)
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "value"),
+    [
+        (["--block_size=32"], "block_size", 32),
+        (["--block_size", "32"], "block_size", 32),
+        (["--enable_graph=false"], "enable_graph", False),
+        (["--kv_cache_memory=512MiB"], "kv_cache_memory", 512 << 20),
+        (["--kv_cache_memory", "4096"], "kv_cache_memory", 4096),
+        (["--python_model_path=/a:/b"], "python_model_path", "/a:/b"),
+        (["--device=cuda:3"], "device_index", 3),
+        (["--device_id=2"], "device_index", 2),
+        (["--dtype=bfloat16"], "dtype", "bfloat16"),
+    ],
+)
+def test_a_flag_sets_its_value(run_probe, args, name, value):
+    assert parsed(run_probe("options", MODEL, *args))[name] == value
+
+
+def test_command_line_over_file_over_default(run_probe, tmp_path):
+    config = tmp_path / "options.json"
+    config.write_text(
+        json.dumps({"model": "file", "block_size": 8, "dtype": "float16", "kv_cache_memory": "1MiB"})
+    )
+    options = parsed(run_probe("options", f"--config={config}", "--block_size=4"))
+    assert (options["model"], options["block_size"], options["dtype"]) == ("file", 4, "float16")
+    assert options["kv_cache_memory"] == 1 << 20
+    assert options["max_seqs_per_batch"] == 64
+
+
+def test_help_names_every_option_with_type_and_default(run_probe):
+    text = run_probe("options", "--help").stdout
+    for line in ("--model  (", "--block_size  (an integer from 1 to 1024; default: 16)", "--config  ("):
+        assert line in text
+    assert "--dtype  (auto, float32, bfloat16 or float16; default: auto)" in text
+
+
+RANGE = "expected an integer from 1 to 1024"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "--model is required: a checkpoint directory with config.json"),
+        ([MODEL, "--blocksize=4"], "unknown flag --blocksize; --help lists all flags"),
+        ([MODEL, "--block_size=four"], f"--block_size=four: {RANGE}"),
+        ([MODEL, "--block_size=4.0"], f"--block_size=4.0: {RANGE}"),
+        ([MODEL, "--block_size="], f"--block_size=: {RANGE}"),
+        ([MODEL, "--block_size=0"], f"--block_size=0: {RANGE}"),
+        ([MODEL, "--block_size=99999999999999999999"], f"--block_size=99999999999999999999: {RANGE}"),
+        ([MODEL, "--block_size"], "--block_size needs a value: an integer from 1 to 1024"),
+        ([MODEL, "--enable_graph=yes"], "--enable_graph=yes: expected true or false"),
+        (
+            [MODEL, "--enable_graph"],
+            "--enable_graph=true is for a native model; with --model_impl=python use --python_graph_backend",
+        ),
+        ([MODEL, "--model_impl=native"], "--model_impl=native: expected python"),
+        (
+            [MODEL, "--dtype=fp8"],
+            "--dtype=fp8: expected auto, float32, bfloat16 or float16",
+        ),
+        (
+            [MODEL, "--kv_cache_memory=1GB"],
+            "--kv_cache_memory=1GB: expected a size such as 1073741824, 512MiB or 4GiB",
+        ),
+        ([MODEL, "--device=gpu"], "--device=gpu: expected auto, cpu, cuda or cuda:N"),
+        ([MODEL, "--device=cuda:x"], "--device=cuda:x: expected auto, cpu, cuda or cuda:N"),
+        (
+            [MODEL, "--device=cuda:1", "--device_id=0"],
+            "--device=cuda:1 and --device_id=0 name different devices",
+        ),
+        (
+            [MODEL, "--device=cpu", "--device_id=0"],
+            "--device_id numbers CUDA devices; it contradicts --device=cpu",
+        ),
+        (
+            [MODEL, "--num_blocks=4", "--kv_cache_memory=1GiB"],
+            "--num_blocks and --kv_cache_memory both size the KV cache; give one",
+        ),
+        (
+            [MODEL, "--max_tokens_per_batch=4"],
+            "--max_tokens_per_batch is 4; it must be at least --max_seqs_per_batch, 64, "
+            "so that every running sequence gets its token in each step",
+        ),
+        ([MODEL, MODEL], "--model is given twice"),
+        (["m"], "unexpected argument 'm'; values follow their flag, as in --block_size=16"),
+        ([MODEL, "--config=nowhere.json"], "--config=nowhere.json: the file cannot be read"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(run_probe, args, message):
+    result = run_probe("options", *args)
+    assert (result.returncode, result.stderr, result.stdout) == (2, f"error: {message}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"blocksize": 4}', 'unknown option "blocksize"'),
+        ('{"block_size": "4"}', f'block_size is "4": {RANGE}'),
+        ('{"block_size": 4.0}', f"block_size is 4.0: {RANGE}"),
+        ('{"block_size": true}', f"block_size is true: {RANGE}"),
+        ('{"block_size": 18446744073709551615}', f"block_size is 18446744073709551615: {RANGE}"),
+        ('{"block_size": 4096}', f"block_size is 4096: {RANGE}"),
+        ('{"enable_graph": 0}', "enable_graph is 0: expected true or false"),
+        ('{"model": 7}', "model is 7: expected a string"),
+        ('{"model": null}', "model is null: expected a string"),
+        ('{"dtype": "fp8"}', 'dtype is "fp8": expected auto, float32, bfloat16 or float16'),
+        (
+            '{"kv_cache_memory": "1GB"}',
+            'kv_cache_memory is "1GB": expected a size such as 1073741824, 512MiB or 4GiB',
+        ),
+        ('{"config": "x"}', "config belongs on the command line"),
+        ('{"block_size": 4, "block_size": 8}', 'key "block_size" appears twice'),
+        ("[]", "expected an object of options, found an array"),
+    ],
+)
+def test_a_wrong_file_ends_with_2(run_probe, tmp_path, text, message):
+    config = tmp_path / "options.json"
+    config.write_text(text)
+    # The command line overrides the value, which must be legal all the same.
+    result = run_probe("options", MODEL, f"--config={config}", "--block_size=2")
+    assert (result.returncode, result.stderr) == (2, f"error: {config}: {message}\n")
+
+
+def test_a_file_that_is_not_json(run_probe, tmp_path):
+    config = tmp_path / "options.json"
+    config.write_text('{"block_size": 4,}')
+    result = run_probe("options", MODEL, f"--config={config}")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {config}: parse error at line 1, column 18")

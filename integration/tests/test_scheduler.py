@@ -1,0 +1,225 @@
+"""Scheduler and engine over a model whose answers depend on every cached token, so that any wrong page shows."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+VOCAB = 50
+
+
+def next_token(history: list[int]) -> int:
+    """The probe model's rule: FNV-1a over all tokens."""
+    value = 14695981039346656037
+    for token in history:
+        value = ((value ^ token) * 1099511628211) % 2**64
+    return (value >> 32) % VOCAB
+
+
+def expected_answer(case, request):
+    """(tokens, finish_reason) when the request runs alone and without limits on memory."""
+    history = list(request["token_ids"])
+    answer: list[int] = []
+    stops = set(request.get("stop_token_ids", []))
+    if not request.get("ignore_eos", False):
+        stops |= set(case["eos_token_ids"])
+    longest = min(case["max_model_len"], case["num_blocks"] * case["block_size"] + 1)
+    while True:
+        token = next_token(history)
+        history.append(token)
+        answer.append(token)
+        if token in stops:
+            return answer, "stop"
+        if len(answer) == request["max_tokens"] or len(history) >= longest:
+            return answer, "length"
+
+
+@st.composite
+def cases(draw):
+    block_size = draw(st.sampled_from([1, 2, 4, 16]))
+    num_blocks = draw(st.integers(1, 24))
+    max_model_len = draw(st.integers(2, 60))
+    max_seqs = draw(st.integers(1, 6))
+    longest = min(max_model_len - 1, num_blocks * block_size)
+    request = st.fixed_dictionaries(
+        {
+            "token_ids": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=longest),
+            "max_tokens": st.integers(1, 30),
+        },
+        optional={
+            "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2),
+            "ignore_eos": st.booleans(),
+        },
+    )
+    requests = draw(st.lists(request, min_size=1, max_size=10))
+    arrivals = sorted(draw(st.lists(st.integers(0, 30), min_size=len(requests), max_size=len(requests))))
+    return {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "max_seqs": max_seqs,
+        "max_tokens": draw(st.integers(max_seqs, max_seqs + 20)),
+        "vocab_size": VOCAB,
+        "eos_token_ids": draw(st.lists(st.integers(0, VOCAB - 1), max_size=2)),
+        "requests": [
+            {"arrival": arrival, "line": json.dumps({"id": f"r{i}", **request}), **request}
+            for i, (arrival, request) in enumerate(zip(arrivals, requests, strict=True))
+        ],
+    }
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=cases())
+def test_every_request_gets_the_answer_it_gets_alone(ask, case):
+    result = ask("schedule", case)
+    tokens = defaultdict(list)
+    finished = {}
+    for event in result["events"][:-1]:
+        if event.get("finished"):
+            finished[event["id"]] = event
+        else:
+            assert event["id"] not in finished, "a token after the end"
+            tokens[event["id"]] += event["token_ids"]
+    for i, request in enumerate(case["requests"]):
+        answer, reason = expected_answer(case, request)
+        assert tokens[f"r{i}"] == answer
+        assert finished[f"r{i}"] == {
+            "id": f"r{i}",
+            "finished": True,
+            "finish_reason": reason,
+            "prompt_tokens": len(request["token_ids"]),
+            "completion_tokens": len(answer),
+        }
+    stats = result["events"][-1]["scheduler"]
+    assert stats["num_free_blocks"] == case["num_blocks"]
+    assert stats["num_finished"] == len(case["requests"])
+    assert stats["num_running"] == stats["num_waiting"] == stats["num_failed_steps"] == 0
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=cases())
+def test_each_step_keeps_the_limits(ask, case):
+    arrival_order = {f"r{i}": i for i in range(len(case["requests"]))}
+    for step in ask("schedule", case)["steps"]:
+        assert 0 < sum(part["num_new"] for part in step) <= case["max_tokens"]
+        assert len(step) <= case["max_seqs"]
+        assert len({part["id"] for part in step}) == len(step)
+        pages = [page for part in step for page in part["blocks"]]
+        assert len(set(pages)) == len(pages), "a page belongs to two sequences"
+        assert all(0 <= page < case["num_blocks"] for page in pages)
+        for part in step:
+            end = part["num_cached"] + part["num_new"]
+            assert 0 < part["num_new"]
+            assert end <= part["num_tokens"]
+            assert end <= len(part["blocks"]) * case["block_size"]
+            assert part["needs_token"] == (end == part["num_tokens"])
+        decodes = [part["num_cached"] > 0 and part["num_tokens"] - part["num_cached"] == 1 for part in step]
+        assert decodes == sorted(decodes, reverse=True), "decodes come first"
+        for kind in (True, False):
+            order = [
+                arrival_order[part["id"]] for part, d in zip(step, decodes, strict=True) if d == kind
+            ]
+            assert order == sorted(order), "first come, first served"
+        # Only the last prompt of a step may be cut, and only because the step is full.
+        for part in step[:-1]:
+            assert part["needs_token"]
+        if not step[-1]["needs_token"]:
+            assert sum(part["num_new"] for part in step) == case["max_tokens"]
+
+
+def case_of(requests, **changes):
+    case = {
+        "num_blocks": 100,
+        "block_size": 4,
+        "max_model_len": 200,
+        "max_seqs": 8,
+        "max_tokens": 16,
+        "vocab_size": VOCAB,
+        "eos_token_ids": [],
+    }
+    return {
+        **case,
+        **changes,
+        "requests": [
+            {"arrival": arrival, "line": json.dumps(request), **request} for arrival, request in requests
+        ],
+    }
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes(ask):
+    short = {"id": "short", "token_ids": [1, 2, 3], "max_tokens": 5}
+    long = {"id": "long", "token_ids": list(range(40)), "max_tokens": 2}
+    steps = ask("schedule", case_of([(0, short), (1, long)]))["steps"]
+    shape = [[(part["id"], part["num_new"], part["needs_token"]) for part in step] for step in steps]
+    assert shape == [
+        [("short", 3, True)],
+        [("short", 1, True), ("long", 15, False)],
+        [("short", 1, True), ("long", 15, False)],
+        [("short", 1, True), ("long", 10, True)],
+        [("short", 1, True), ("long", 1, True)],
+    ]
+
+
+def test_the_youngest_is_preempted_and_resumes_without_losing_tokens(ask):
+    old = {"id": "old", "token_ids": [1] * 8, "max_tokens": 9}
+    young = {"id": "young", "token_ids": [2] * 7, "max_tokens": 9}
+    result = ask("schedule", case_of([(0, old), (0, young)], num_blocks=5, block_size=4))
+    assert result["events"][-1]["scheduler"]["num_preemptions"] >= 1
+    recomputed = [part for step in result["steps"] for part in step if part["id"] == "young"]
+    assert any(part["num_cached"] == 0 and part["num_tokens"] > 7 for part in recomputed)
+    for request in (old, young):
+        got = [
+            t
+            for event in result["events"]
+            if event.get("id") == request["id"]
+            for t in event.get("token_ids", [])
+        ]
+        history = list(request["token_ids"])
+        for token in got:
+            assert token == next_token(history)
+            history.append(token)
+        assert len(got) == 9
+
+
+def test_a_failing_step_fails_its_requests_only(ask):
+    # Token 13 cannot be computed; "late" waits for pages while that step runs.
+    bad = {"id": "bad", "token_ids": [13, 1], "max_tokens": 3}
+    beside = {"id": "beside", "token_ids": [3, 4], "max_tokens": 3, "stop_token_ids": []}
+    late = {"id": "late", "token_ids": [5], "max_tokens": 1}
+    case = case_of([(0, bad), (0, beside), (0, late)], max_seqs=2, max_tokens=4, fail_on=13)
+    events = ask("schedule", case)["events"]
+    errors = [event for event in events if "error" in event]
+    message = "token 13 cannot be computed"
+    assert errors == [
+        {"id": "bad", "line": 1, "error": {"type": "internal", "message": message}},
+        {"id": "beside", "line": 2, "error": {"type": "internal", "message": message}},
+    ]
+    assert {"id": "late", "token_ids": [next_token([5])]} in events
+    stats = events[-1]["scheduler"]
+    assert (stats["num_failed_steps"], stats["num_free_blocks"]) == (1, 100)
+
+
+def test_nan_logits_fail_their_request_only(ask):
+    sick = {"id": "sick", "token_ids": [1, 17], "max_tokens": 3}
+    well = {"id": "well", "token_ids": [3, 4], "max_tokens": 1}
+    events = ask("schedule", case_of([(0, sick), (0, well)], nan_on=17))["events"]
+    message = "the logits of token 2 are not numbers (NaN)"
+    assert {"id": "sick", "line": 1, "error": {"type": "internal", "message": message}} in events
+    assert {"id": "well", "token_ids": [next_token([3, 4])]} in events
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "prompt_len", "num_answer"),
+    [(4, 100, 16, 1), (4, 100, 10, 7), (100, 12, 11, 1), (100, 12, 5, 7)],
+)
+def test_the_answer_ends_where_the_cache_or_the_context_ends(
+    ask, num_blocks, max_model_len, prompt_len, num_answer
+):
+    request = {"id": "r", "token_ids": [1] * prompt_len, "max_tokens": 1000}
+    case = case_of([(0, request)], num_blocks=num_blocks, max_model_len=max_model_len)
+    final = ask("schedule", case)["events"][-2]
+    assert (final["finish_reason"], final["completion_tokens"]) == ("length", num_answer)

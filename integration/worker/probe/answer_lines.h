@@ -1,0 +1,25 @@
+// How a probe answers: one JSON value a line in, one a line out.
+#pragma once
+
+#include <exception>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace xllm::worker::probe {
+
+// An exception becomes {"error": message}.
+inline int answer_lines(nlohmann::json (*answer)(const nlohmann::json&)) {
+  for (std::string line; std::getline(std::cin, line);) {
+    nlohmann::json output;
+    try {
+      output = answer(nlohmann::json::parse(line));
+    } catch (const std::exception& error) {
+      output = {{"error", error.what()}};
+    }
+    std::cout << output << std::endl;
+  }
+  return 0;
+}
+
+}  // namespace xllm::worker::probe
