@@ -51,8 +51,7 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
-    use_sliding_window: bool
-    sliding_window: int  # keys a query sees, its own included; 0: all
+    sliding_window: int  # keys a query sees in a layer that slides, its own included; 0: no layer slides
     max_window_layers: int  # the first layer that slides, where layer_types does not say
     layer_types: tuple[str, ...]  # one a layer, or empty
     bos_token_id: int | None
@@ -90,11 +89,11 @@ class ModelConfig:
         are ValueErrors that name it.
         """
         _refuse_quantization(raw)
-        keys, family = ConfigKeys(raw), ConfigKeys(defaults or {}, "the family's defaults")
+        keys = ConfigKeys(raw, defaults=defaults)
         hidden_size = keys.integer("hidden_size")
         num_heads = keys.integer("num_attention_heads", "n_heads")
         max_position_embeddings = keys.integer("max_position_embeddings")
-        head_dim = keys.optional_int("head_dim") or family.optional_int("head_dim")
+        head_dim = keys.optional_int("head_dim")
         if head_dim is None:
             if num_heads < 1 or hidden_size % num_heads:
                 raise ValueError(f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}")
@@ -119,13 +118,12 @@ class ModelConfig:
             attention_bias=keys.boolean("attention_bias", default=False),
             mlp_bias=keys.boolean("mlp_bias", default=False),
             tie_word_embeddings=keys.boolean("tie_word_embeddings", default=False),
-            use_sliding_window=keys.boolean("use_sliding_window", default=False),
-            sliding_window=keys.integer("sliding_window", default=family.integer("sliding_window", default=0)),
-            max_window_layers=keys.integer("max_window_layers", default=family.integer("max_window_layers", default=0)),
+            sliding_window=_sliding_window(raw, keys),
+            max_window_layers=keys.integer("max_window_layers", default=0),
             layer_types=keys.strings("layer_types"),
             bos_token_id=keys.optional_int("bos_token_id"),
             eos_token_ids=_eos_token_ids(keys),
-            raw=MappingProxyType(dict(raw)),
+            raw=dict(raw),
         )
 
     def to_model_args(self) -> dict[str, Any]:
@@ -146,7 +144,7 @@ class ModelConfig:
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "use_sliding_window": self.use_sliding_window,
+            "use_sliding_window": self.sliding_window > 0,
             "sliding_window": self.sliding_window,
             "max_window_layers": self.max_window_layers,
             "layer_types": list(self.layer_types),
@@ -164,6 +162,16 @@ def _refuse_quantization(raw: Mapping[str, Any]) -> None:
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ValueError(f"quantization_config with quant_method {method!r} is not supported")
+
+
+def _sliding_window(raw: Mapping[str, Any], keys: ConfigKeys) -> int:
+    """0 where windows are off: by `use_sliding_window`, or by a null window, which is not an absent one."""
+    if not keys.boolean("use_sliding_window", default=False) or raw.get("sliding_window", 1) is None:
+        return 0
+    window = keys.integer("sliding_window")
+    if window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {window}")
+    return window
 
 
 def _eos_token_ids(keys: ConfigKeys) -> tuple[int, ...]:

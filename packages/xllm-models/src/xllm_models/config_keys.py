@@ -12,13 +12,16 @@ from typing import Any
 class ConfigKeys:
     """A mapping read by groups of alternative names; a null value counts as absent.
 
-    Names of a group that are present with different values, a value of the wrong type, and a required value that is
-    absent are ValueErrors that name the keys.
+    `defaults` answers for a group that is absent. Names of a group that are present with different values, a value of
+    the wrong type, and a required value that is absent are ValueErrors that name the keys.
     """
 
-    def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
+    def __init__(
+        self, raw: Mapping[str, Any], where: str = "config", *, defaults: Mapping[str, Any] | None = None
+    ) -> None:
         self._raw = raw
         self._where = where
+        self._defaults = defaults or {}
 
     def find(self, *names: str) -> Any:
         """The one value that the names agree on, or None."""
@@ -27,7 +30,9 @@ class ConfigKeys:
         if any(value != values[0] for value in values):
             listed = ", ".join(f"{name}={value!r}" for name, value in present.items())
             raise ValueError(f"contradictory keys in {self._where}: {listed}")
-        return values[0] if values else None
+        if values:
+            return values[0]
+        return next((self._defaults[name] for name in names if name in self._defaults), None)
 
     def _typed(self, names: tuple[str, ...], kinds: tuple[type, ...], expected: str) -> Any:
         value = self.find(*names)

@@ -64,4 +64,5 @@ class LMHead(_VocabularyRows):
             return logits
         num_rows, num_columns = logits.shape
         shards = all_gather(logits, self.tp.size, self.tp.group).view(self.tp.size, num_rows, num_columns)
-        return shards.transpose(0, 1).reshape(num_rows, -1)[:, : self.vocab_size].contiguous()
+        joined = shards.transpose(0, 1).reshape(num_rows, self.tp.size * num_columns)
+        return joined[:, : self.vocab_size].contiguous()

@@ -31,8 +31,6 @@ from ..loading import WeightMap
 
 def attention_window(config: ModelConfig, layer_id: int) -> int:
     """The layer's sliding window, 0 for none: `layer_types` says which layers slide, else those from a depth on."""
-    if not config.use_sliding_window:
-        return 0
     if config.layer_types:
         slides = config.layer_types[layer_id] == "sliding_attention"
     else:

@@ -6,6 +6,7 @@ transport, belongs to the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -13,6 +14,10 @@ from torch import distributed
 
 from .library import define_op
 
+# torch 2.13 renamed it and deprecated the old name.
+_gather_into: Callable[..., object] = getattr(
+    distributed, "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+)
 _groups: dict[str, distributed.ProcessGroup] = {}
 
 
@@ -44,8 +49,11 @@ def _all_reduce_fake(x: torch.Tensor, group: str) -> None:
 
 
 def _all_gather_torch(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    process_group = _group(group)
+    if process_group.size() != num_ranks:
+        raise ValueError(f"process group {group!r} has {process_group.size()} ranks, not {num_ranks}")
     out = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
-    distributed.all_gather_into_tensor(out, x.contiguous(), group=_group(group))
+    _gather_into(out, x.contiguous(), group=process_group)
     return out
 
 

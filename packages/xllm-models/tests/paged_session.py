@@ -1,0 +1,86 @@
+"""Runs a model over a paged KV cache: several sequences, any number of new tokens of any of them in one step.
+
+Imported by path (conftest) and as a script's neighbour (tensor_parallel_rank), so it needs no test package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from xllm_attention import create_backend, forward_context
+from xllm_metadata import LayerCache, build_attention_metadata
+from xllm_models import CausalLM
+
+TEXT_LENS = (19, 12, 23)
+
+# One step a line: (sequence, number of its next tokens). Together they are the whole texts.
+STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((0, 13), (1, 4)),  # whole prompts
+    ((0, 1), (2, 7), (1, 3)),  # a decode, a new prompt and a chunk, in one batch
+    ((2, 11), (0, 1)),  # a chunk behind a prefix, before a decode
+    *((((1, 1), (0, 1), (2, 1)),) * 4),  # decode
+    ((2, 1),),
+    ((1, 1),),
+)
+
+
+def texts(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in TEXT_LENS]
+
+
+class PagedSession:
+    """Sequences on one model, each with its pages; unused slots hold NaN."""
+
+    def __init__(self, model: CausalLM, *, num_sequences: int, max_len: int = 64, page_size: int = 4) -> None:
+        self.model = model
+        self.page_size = page_size
+        self.lengths = [0] * num_sequences
+        pages = -(-max_len // page_size)
+        num_blocks = num_sequences * pages
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7)).tolist()
+        self.tables = [order[i * pages : (i + 1) * pages] for i in range(num_sequences)]
+        self.backend = create_backend(
+            "torch",
+            model.attention_specs,
+            device="cpu",
+            dtype=model.dtype,
+            max_num_seqs=num_sequences,
+            max_num_tokens=num_sequences * max_len,
+            max_model_len=max_len,
+        )
+        shapes = [(num_blocks, page_size, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
+        self.backend.bind_kv_caches(
+            [LayerCache.from_tensors([torch.full(s, torch.nan, dtype=model.dtype) for _ in "kv"]) for s in shapes]
+        )
+
+    def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+        """(sequence, its new tokens) of one step -> logits [n, vocab] of the new tokens, a tensor for each entry."""
+        ids, positions = [], []
+        for sequence, tokens in chunks:
+            ids += tokens
+            positions += range(self.lengths[sequence], self.lengths[sequence] + len(tokens))
+            self.lengths[sequence] += len(tokens)
+        q_lens = [len(tokens) for _, tokens in chunks]
+        kv_lens = [self.lengths[sequence] for sequence, _ in chunks]
+        tables = [self.tables[sequence] for sequence, _ in chunks]
+        self.backend.plan(build_attention_metadata(q_lens, kv_lens, tables, self.page_size))
+        with forward_context(self.backend):
+            hidden = self.model(torch.tensor(ids, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32))
+            return list(self.model.compute_logits(hidden).split(q_lens))
+
+
+def run_steps(model: CausalLM) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """All of STEPS: (sequence, position of its first new token, logits of the new tokens)."""
+    session = PagedSession(model, num_sequences=len(TEXT_LENS))
+    rows = texts(model.config.vocab_size)
+    for step in STEPS:
+        starts = [session.lengths[sequence] for sequence, _ in step]
+        chunks = [
+            (sequence, rows[sequence][start : start + n]) for (sequence, n), start in zip(step, starts, strict=True)
+        ]
+        for (sequence, _), start, logits in zip(step, starts, session.step(chunks), strict=True):
+            yield sequence, start, logits
+    assert session.lengths == list(TEXT_LENS)

@@ -1,0 +1,164 @@
+"""ModelConfig: both spellings, the round trip through ModelArgs names, and errors that name the key."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from xllm_models import ModelConfig, RopeConfig, get_model_class
+from xllm_models.config import read_config
+
+HF: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+}
+ARGS: dict[str, Any] = {
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_ids": [2, 3],
+    "rope_theta": 5e5,
+    "rope_scaling_rope_type": "linear",
+    "rope_scaling_factor": 2.0,
+}
+
+
+def test_hf_and_model_args_names_give_one_config() -> None:
+    config = ModelConfig.from_dict(HF)
+    assert config.num_layers == 2
+    assert config.num_heads == 4
+    assert config.num_kv_heads == 2
+    assert config.head_dim == 8
+    assert config.dtype == torch.bfloat16
+    assert config.eos_token_ids == (2, 3)
+    assert config.rope == RopeConfig(rope_type="linear", theta=5e5, factor=2.0)
+    assert config == ModelConfig.from_dict(ARGS | {"architectures": ["LlamaForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("llama", {}),
+        ("llama", {"eos_token_id": None, "bos_token_id": None, "tie_word_embeddings": True, "mlp_bias": True}),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "architectures": None}),
+        ("llama", {"partial_rotary_factor": 0.5, "head_dim": 24, "num_key_value_heads": None}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("qwen3", {"use_sliding_window": False, "sliding_window": 7}),
+    ],
+)
+def test_model_args_read_back_to_an_equal_config(model_type: str, change: dict[str, Any]) -> None:
+    raw = HF | {"model_type": model_type} | change
+    config = ModelConfig.from_dict(raw, defaults=get_model_class(model_type).config_defaults)
+    args = config.to_model_args()
+    assert json.loads(json.dumps(args)) == args
+    assert not {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"} & args.keys()
+    assert ModelConfig.from_dict(args) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("hf", [LlamaConfig(), Qwen3Config(), LlamaConfig(head_dim=96), Qwen3Config(head_dim=64)])
+def test_configs_as_transformers_writes_them(hf: Any, tmp_path: Path) -> None:
+    hf.save_pretrained(tmp_path)
+    raw = read_config(tmp_path)
+    config = ModelConfig.from_dict(raw, defaults=get_model_class(hf.model_type).config_defaults)
+    assert config.head_dim == hf.head_dim
+    assert config.num_heads == hf.num_attention_heads
+    assert config.num_kv_heads == hf.num_key_value_heads
+    assert config.rms_norm_eps == hf.rms_norm_eps
+    assert config.rope.theta == hf.rope_parameters["rope_theta"]
+    assert config.tie_word_embeddings == hf.tie_word_embeddings
+    assert config.sliding_window == 0
+
+
+def test_a_family_fills_what_its_config_json_may_omit() -> None:
+    raw = HF | {"model_type": "qwen3", "use_sliding_window": True}
+    config = ModelConfig.from_dict(raw, defaults=get_model_class("qwen3").config_defaults)
+    assert (config.head_dim, config.sliding_window, config.max_window_layers) == (128, 4096, 28)
+    explicit = ModelConfig.from_dict(
+        raw | {"head_dim": 8, "sliding_window": None}, defaults=get_model_class("qwen3").config_defaults
+    )
+    assert (explicit.head_dim, explicit.sliding_window) == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_heads": 8}, "contradictory keys in config: num_attention_heads=4, n_heads=8"),
+        ({"n_layers": 3}, "contradictory keys in config: num_hidden_layers=2, n_layers=3"),
+        ({"torch_dtype": "float16"}, "contradictory keys in config: dtype='bfloat16', torch_dtype='float16'"),
+        ({"eos_token_ids": [7]}, "contradictory keys in config: eos_token_id"),
+        ({"dtype": "float7"}, r"dtype 'float7' is not supported; supported: \['float32', 'float16', 'bfloat16'\]"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported"),
+        ({"hidden_size": None}, "config has no hidden_size"),
+        ({"num_hidden_layers": None}, "config has no num_hidden_layers or n_layers"),
+        ({"hidden_size": "32"}, "hidden_size in config must be an integer, got '32'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers in config must be an integer, got True"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings in config must be true or false, got 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps in config must be a number"),
+        ({"model_type": 3}, "model_type in config must be a string"),
+        ({"eos_token_id": ["2"]}, "eos_token_id in config must be an integer or a list"),
+        ({"architectures": [1]}, "architectures in config must be a list of strings"),
+        ({"num_attention_heads": 5}, "hidden_size 32 is not divisible by num_attention_heads 5"),
+        ({"num_key_value_heads": 3}, "num_heads 4 is not divisible by num_kv_heads 3"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+        ({"use_sliding_window": True}, "config has no sliding_window"),
+    ],
+)
+def test_bad_configs_name_the_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(HF | change)
+
+
+def test_equal_values_under_both_names_are_no_contradiction() -> None:
+    both = HF | {"n_heads": 4, "n_layers": 2, "torch_dtype": "bfloat16", "eos_token_ids": [2, 3]}
+    assert ModelConfig.from_dict(both) == ModelConfig.from_dict(HF)
+
+
+def test_generation_config_adds_eos_ids(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF | {"eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
+    assert ModelConfig.from_dict(read_config(tmp_path)).eos_token_ids == (2, 5)
+
+
+def test_a_directory_or_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+        read_config(tmp_path)
