@@ -56,8 +56,11 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "xllm_executor", "--cmakedir"], capture_output=True, text=True, check=True
     ).stdout.strip()
     build = project / "build"
-    configure = [tool("cmake"), "-G", "Ninja", "-S", project, "-B", build, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
-                 "-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_PREFIX_PATH={cmakedir}"]  # fmt: skip
+    configure = [
+        *(tool("cmake"), "-G", "Ninja", "-S", project, "-B", build),
+        *(f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DCMAKE_BUILD_TYPE=Release"),
+        *(f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_PREFIX_PATH={cmakedir}"),
+    ]
     for command in (configure, [tool("cmake"), "--build", build]):
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
