@@ -1,8 +1,8 @@
 """Python environments for nox sessions: one shared set of third-party packages, small environments on top of it.
 
 A torch environment costs a gigabyte and most of a minute, and third-party packages are the same for all sessions. So
-they are installed once, in `.nox/shared-HASH`, and every other environment sees them through a .pth file. The project's own
-packages never go into the shared one: an environment has exactly those that a session installs.
+they are installed once, in `.nox/shared-HASH`, and every other environment sees them through a .pth file. The
+project's own packages never go into the shared one: an environment has exactly those that a session installs.
 """
 
 from __future__ import annotations

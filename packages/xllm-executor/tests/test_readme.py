@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
 from xllm_models import CausalLM
 
 HF_CONFIG = {
