@@ -40,9 +40,7 @@ def test_a_flag_sets_its_value(run_probe, args, name, value):
 
 def test_command_line_over_file_over_default(run_probe, tmp_path):
     config = tmp_path / "options.json"
-    config.write_text(
-        json.dumps({"model": "file", "block_size": 8, "dtype": "float16", "kv_cache_memory": "1MiB"})
-    )
+    config.write_text(json.dumps({"model": "file", "block_size": 8, "dtype": "float16", "kv_cache_memory": "1MiB"}))
     options = parsed(run_probe("options", f"--config={config}", "--block_size=4"))
     assert (options["model"], options["block_size"], options["dtype"]) == ("file", 4, "float16")
     assert options["kv_cache_memory"] == 1 << 20

@@ -26,7 +26,7 @@ def serve(run_probe, *lines, **changes):
 
 
 def request(**changes):
-    return {**{"id": "bad", "token_ids": [1, 2, 3], "max_tokens": 2}, **changes}
+    return {"id": "bad", "token_ids": [1, 2, 3], "max_tokens": 2, **changes}
 
 
 def without(key):

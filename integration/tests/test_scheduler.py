@@ -113,16 +113,14 @@ def test_each_step_keeps_the_limits(ask, case):
         assert all(0 <= page < case["num_blocks"] for page in pages)
         for part in step:
             end = part["num_cached"] + part["num_new"]
-            assert 0 < part["num_new"]
+            assert part["num_new"] > 0
             assert end <= part["num_tokens"]
             assert end <= len(part["blocks"]) * case["block_size"]
             assert part["needs_token"] == (end == part["num_tokens"])
         decodes = [part["num_cached"] > 0 and part["num_tokens"] - part["num_cached"] == 1 for part in step]
         assert decodes == sorted(decodes, reverse=True), "decodes come first"
         for kind in (True, False):
-            order = [
-                arrival_order[part["id"]] for part, d in zip(step, decodes, strict=True) if d == kind
-            ]
+            order = [arrival_order[part["id"]] for part, d in zip(step, decodes, strict=True) if d == kind]
             assert order == sorted(order), "first come, first served"
         # Only the last prompt of a step may be cut, and only because the step is full.
         for part in step[:-1]:
@@ -144,9 +142,7 @@ def case_of(requests, **changes):
     return {
         **case,
         **changes,
-        "requests": [
-            {"arrival": arrival, "line": json.dumps(request), **request} for arrival, request in requests
-        ],
+        "requests": [{"arrival": arrival, "line": json.dumps(request), **request} for arrival, request in requests],
     }
 
 
@@ -172,12 +168,7 @@ def test_the_youngest_is_preempted_and_resumes_without_losing_tokens(ask):
     recomputed = [part for step in result["steps"] for part in step if part["id"] == "young"]
     assert any(part["num_cached"] == 0 and part["num_tokens"] > 7 for part in recomputed)
     for request in (old, young):
-        got = [
-            t
-            for event in result["events"]
-            if event.get("id") == request["id"]
-            for t in event.get("token_ids", [])
-        ]
+        got = [t for event in result["events"] if event.get("id") == request["id"] for t in event.get("token_ids", [])]
         history = list(request["token_ids"])
         for token in got:
             assert token == next_token(history)
@@ -216,9 +207,7 @@ def test_nan_logits_fail_their_request_only(ask):
     ("num_blocks", "max_model_len", "prompt_len", "num_answer"),
     [(4, 100, 16, 1), (4, 100, 10, 7), (100, 12, 11, 1), (100, 12, 5, 7)],
 )
-def test_the_answer_ends_where_the_cache_or_the_context_ends(
-    ask, num_blocks, max_model_len, prompt_len, num_answer
-):
+def test_the_answer_ends_where_the_cache_or_the_context_ends(ask, num_blocks, max_model_len, prompt_len, num_answer):
     request = {"id": "r", "token_ids": [1] * prompt_len, "max_tokens": 1000}
     case = case_of([(0, request)], num_blocks=num_blocks, max_model_len=max_model_len)
     final = ask("schedule", case)["events"][-2]

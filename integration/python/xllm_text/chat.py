@@ -1,0 +1,45 @@
+"""Chat templates: a user's message as the prompt that a chat model was trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def render_chat(model_dir: Path, message: str) -> str:
+    """The prompt for one user message, special tokens included as text.
+
+    The template is the checkpoint's `chat_template.jinja` or the `chat_template` of its `tokenizer_config.json`.
+
+    Raises:
+        ValueError: the checkpoint has no template, or the template refuses.
+    """
+    config_path = model_dir / "tokenizer_config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    template_path = model_dir / "chat_template.jinja"
+    template = template_path.read_text(encoding="utf-8") if template_path.is_file() else config.get("chat_template")
+    if not isinstance(template, str):
+        raise ValueError(f"{model_dir} has no chat template; leave out --chat for a plain completion")
+    special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _refuse
+    try:
+        return environment.from_string(template).render(
+            messages=[{"role": "user", "content": message}], add_generation_prompt=True, **special
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template of {model_dir} fails: {error}") from error
+
+
+def _token_text(token: object) -> str:
+    if isinstance(token, dict):  # a token with its properties
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -1,0 +1,119 @@
+"""The command line: `python -m xllm_text "prompt"` and `python -m xllm_text fetch`. Only answers go to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from .chat import render_chat
+from .detokenizer import IncrementalDetokenizer
+from .fetch import DEFAULT_DIR, FetchError, fetch
+from .worker import Worker, WorkerError
+
+_INTERRUPTED = 130
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs one command and returns its exit code: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
+    try:
+        if args and args[0] == "fetch":
+            options = _fetch_parser().parse_args(args[1:])
+            sys.stdout.write(f"{fetch(options.out)}\n")
+        else:
+            _answer(_answer_parser().parse_args(args))
+    except (FetchError, WorkerError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        return _INTERRUPTED
+    return 0
+
+
+def _fetch_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xllm_text fetch",
+        description="Fetch SmolLM2-135M-Instruct, convert it once to a checkpoint directory, and print where it is.",
+    )
+    parser.add_argument("--out", type=Path, default=DEFAULT_DIR, help="checkpoint directory (default: %(default)s)")
+    return parser
+
+
+def _answer_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xllm_text",
+        description="Let a model continue a prompt. `python -m xllm_text fetch` fetches a model to try.",
+    )
+    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument(
+        "--worker",
+        default=os.environ.get("XLLM_WORKER"),
+        help="the xllm_worker program (default: the environment variable XLLM_WORKER)",
+    )
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory with tokenizer.json")
+    parser.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true", help="ask as a user, through the model's chat template")
+    parser.add_argument(
+        "--worker-flag",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="a flag for the worker, as in --worker-flag=--dtype=float32; may be repeated",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def _answer(options: argparse.Namespace) -> None:
+    if not options.worker:
+        raise ValueError("no worker: pass --worker or set XLLM_WORKER to the xllm_worker program")
+    tokenizer = _load_tokenizer(options.model)
+    text = render_chat(options.model, options.prompt) if options.chat else options.prompt
+    prompt_ids = tokenizer.encode(text, add_special_tokens=not options.chat).ids
+    if not prompt_ids:
+        raise ValueError("the prompt is empty")
+    sys.stderr.write("loading the model ...\n")
+    with Worker([options.worker, f"--model={options.model}", *options.worker_flag]) as worker:
+        facts = worker.ready()
+        sys.stderr.write(f"{facts['model_type']}, {facts['dtype']} on {facts['device']}\n")
+        _stream(worker, tokenizer, prompt_ids, options.max_tokens)
+
+
+def _load_tokenizer(model_dir: Path) -> Tokenizer:
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{model_dir} has no tokenizer.json")
+    return Tokenizer.from_file(str(path))
+
+
+def _stream(worker: Worker, tokenizer: Tokenizer, prompt_ids: list[int], max_tokens: int) -> None:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+    begin = time.perf_counter()
+    times = []
+    for token in worker.generate(prompt_ids, max_tokens):
+        times.append(time.perf_counter())
+        sys.stdout.write(detokenizer.push(token))
+        sys.stdout.flush()
+    sys.stdout.write(detokenizer.flush() + "\n")
+    sys.stdout.flush()
+    sys.stderr.write(f"{_speed(begin, times)}\n")
+
+
+def _speed(begin: float, times: Sequence[float]) -> str:
+    """Tokens a second after the first token, which waits for the whole prompt."""
+    summary = f"{len(times)} tokens, the first after {times[0] - begin:.2f} s"
+    if len(times) > 1 and times[-1] > times[0]:
+        summary += f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
+    return summary

@@ -1,0 +1,80 @@
+"""`Worker`: one `xllm_worker` process and its JSON Lines. Knows no text and no tokenizer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+
+class WorkerError(RuntimeError):
+    """The worker refused a request or is gone."""
+
+
+class Worker:
+    """An `xllm_worker` process. What it writes to stderr goes to this process's own.
+
+    Use as a context manager: leaving ends the worker, at once when an exception is on its way.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Starts the process; `command` is its path and flags. Raises `WorkerError` when it cannot be started."""
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+            )
+        except OSError as error:
+            raise WorkerError(f"cannot start the worker {command[0]}: {error.strerror}") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input = self._process.stdin
+        self._output = self._process.stdout
+
+    def ready(self) -> dict[str, Any]:
+        """Waits until the model is loaded; returns the facts of its `ready` event."""
+        return self.read_event()
+
+    def send(self, message: Mapping[str, object]) -> None:
+        """Sends one request or command."""
+        try:
+            self._input.write(json.dumps(message) + "\n")
+            self._input.flush()
+        except BrokenPipeError as error:
+            raise self._gone() from error
+
+    def read_event(self) -> dict[str, Any]:
+        """The next event. Raises `WorkerError` when the worker is gone."""
+        line = self._output.readline()
+        if not line:
+            raise self._gone()
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+    def generate(self, token_ids: Sequence[int], max_tokens: int) -> Iterator[int]:
+        """Runs one request, alone, and yields its tokens as they come. Raises `WorkerError` when it is refused."""
+        self.send({"id": "0", "token_ids": list(token_ids), "max_tokens": max_tokens})
+        while not (event := self.read_event()).get("finished"):
+            if "error" in event:
+                raise WorkerError(event["error"]["message"])
+            yield from event["token_ids"]
+
+    def close(self) -> int:
+        """Ends the input, waits for what is in flight, returns the exit code."""
+        # Both pipes at once: a worker that still writes events must not wait for a reader.
+        self._process.communicate()
+        return self._process.returncode
+
+    def _gone(self) -> WorkerError:
+        return WorkerError(f"the worker ended with exit code {self._process.wait()}")
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._process.kill()
+        self.close()
