@@ -27,7 +27,7 @@ LIMITS = {"max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 12}
 DECODE = build_attention_metadata([1], [2], [[0]], 4)
 
 
-def _tensors(num_rows: int, spec: AttentionSpec) -> tuple[torch.Tensor, ...]:
+def _tensors(num_rows: int, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     q = torch.ones(num_rows, spec.num_heads, spec.head_dim)
     k = torch.ones(num_rows, spec.num_kv_heads, spec.head_dim)
     return q, k, k, torch.empty_like(q)
