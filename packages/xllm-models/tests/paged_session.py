@@ -58,7 +58,8 @@ class PagedSession:
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """(sequence, its new tokens) of one step -> logits [n, vocab] of the new tokens, a tensor for each entry."""
-        ids, positions = [], []
+        ids: list[int] = []
+        positions: list[int] = []
         for sequence, tokens in chunks:
             ids += tokens
             positions += range(self.lengths[sequence], self.lengths[sequence] + len(tokens))
@@ -69,7 +70,7 @@ class PagedSession:
         self.backend.plan(build_attention_metadata(q_lens, kv_lens, tables, self.page_size))
         with forward_context(self.backend):
             hidden = self.model(torch.tensor(ids, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32))
-            return list(self.model.compute_logits(hidden).split(q_lens))
+            return list(torch.split(self.model.compute_logits(hidden), q_lens))
 
 
 def run_steps(model: CausalLM) -> Iterator[tuple[int, int, torch.Tensor]]:

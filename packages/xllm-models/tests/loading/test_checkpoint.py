@@ -27,7 +27,7 @@ def shard(directory: Path) -> dict[str, str]:
     """Split the single file in two with an index; returns the index's weight map."""
     tensors = load_file(directory / "model.safetensors")
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate((names[::2], names[1::2]), start=1):
         file = f"model-{number}-of-2.safetensors"
         save_file({name: tensors[name] for name in part}, directory / file)

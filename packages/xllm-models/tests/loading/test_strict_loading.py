@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_models import CausalLM, DictStateDict, ModelConfig, WeightError, load_model
+from xllm_models import CausalLM, DictStateDict, ModelConfig, TensorParallel, WeightError, load_model
 from xllm_models.models.llama import LlamaForCausalLM
 
 CONFIG: dict[str, Any] = {
@@ -191,3 +191,60 @@ def test_the_progress_bar_is_on_stderr_and_only_when_asked(
     out, err = capsys.readouterr()
     assert out == ""
     assert "loading weights: 100%" in err
+
+
+def shards(size: int, **change: Any) -> list[LlamaForCausalLM]:
+    return [LlamaForCausalLM(CONFIG | change, tp=TensorParallel(rank=rank, size=size)) for rank in range(size)]
+
+
+def test_padding_rows_of_a_cut_vocabulary_are_zero_also_after_loading_again() -> None:
+    first, last = shards(2)
+    for _ in range(2):
+        for rank, model in enumerate((first, last)):
+            model.get_parameter("model.embed_tokens.weight").fill_(torch.nan)
+            model.load_weights([DictStateDict(checkpoint())], rank, 2)
+    rows = torch.cat([model.get_parameter("model.embed_tokens.weight") for model in (first, last)])
+    assert torch.equal(rows[:11], checkpoint()["model.embed_tokens.weight"])
+    assert torch.equal(rows[11:], torch.zeros(1, 8))
+
+
+class CountingStateDict(DictStateDict):
+    """Slices lazily and counts the elements that were read."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.num_read = 0
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor = super().get_tensor(name)
+        self.num_read += tensor.numel()
+        return tensor
+
+    def get_slice(self, name: str) -> CountingSlice:
+        return CountingSlice(self, super().get_tensor(name))
+
+
+class CountingSlice:
+    def __init__(self, owner: CountingStateDict, tensor: torch.Tensor) -> None:
+        self.owner, self.tensor = owner, tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, region: tuple[slice, ...]) -> torch.Tensor:
+        found = self.tensor[region]
+        self.owner.num_read += found.numel()
+        return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_rank_reads_its_own_share_only(size: int) -> None:
+    for rank, model in enumerate(shards(size, vocab_size=12)):
+        tensors = checkpoint()
+        tensors |= {name: torch.ones(12, 8) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+        source = CountingStateDict(tensors)
+        model.load_weights([source], rank, size)
+        assert source.num_read == sum(parameter.numel() for parameter in model.parameters())

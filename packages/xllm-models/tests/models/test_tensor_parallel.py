@@ -46,7 +46,8 @@ def test_ranks_give_the_logits_of_hf(
     logs = [tmp_path / f"rank{rank}.log" for rank in range(size)]
     processes = []
     for rank, (output, log) in enumerate(zip(outputs, logs, strict=True)):
-        command = [sys.executable, script, str(rank), str(size), tmp_path / "rendezvous", output, *directories]
+        arguments = [script, rank, size, tmp_path / "rendezvous", output, *directories]
+        command = [sys.executable, *map(str, arguments)]
         with log.open("w") as stream:
             processes.append(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT))
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -91,11 +90,6 @@ def test_rotary_has_the_bits_of_hf(num_features: int, rows: int, dtype: torch.dt
         assert torch.equal(ours, theirs[0].transpose(0, 1))
 
 
-def op(name: str) -> Callable[..., Any]:
-    overload: Callable[..., Any] = getattr(torch.ops.xllm, name).default
-    return overload
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 5])
 def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None:
@@ -118,4 +112,4 @@ def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None
             ("rotary", (qkv[:, :4], qkv[:, 4:6], positions, random(9, 8))),
         ]
     for name, arguments in cases:
-        torch.library.opcheck(op(name), arguments)
+        torch.library.opcheck(getattr(torch.ops.xllm, name).default, arguments)
