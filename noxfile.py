@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
 import nox
 
@@ -25,7 +28,23 @@ WORKER_BUILD = ENVIRONMENTS / "worker-build"
 TEXT_FRONT = ROOT / "integration" / "python"
 
 
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def timed(function: F) -> F:
+    """Prints how long the session took, to the second."""
+
+    @functools.wraps(function)
+    def session_with_time(session: nox.Session, *arguments: Any, **options: Any) -> None:
+        start = time.monotonic()
+        function(session, *arguments, **options)
+        session.log(f"{session.name} took {time.monotonic() - start:.0f} s")
+
+    return session_with_time  # type: ignore[return-value]
+
+
 @nox.session
+@timed
 def lint(session: nox.Session) -> None:
     """ruff, mypy --strict and the import contracts."""
     python = shared(session)
@@ -39,14 +58,18 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 @nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
+@timed
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, in an environment with only the packages below it. Arguments go to pytest."""
     python = layered(session, ENVIRONMENTS / f"tests-{package}", (*BELOW[package], package), editable=True)
     run = _runner(session, python, XLLM_VALIDATE="1")
+    present = f"[p for p in {PACKAGES} if importlib.util.find_spec('xllm_' + p)]"
+    run("-c", f"import importlib.util; assert {present} == {sorted((*BELOW[package], package), key=PACKAGES.index)}")
     run("-m", "pytest", package_dir(package) / "tests", *session.posargs)
 
 
 @nox.session
+@timed
 def integration(session: nox.Session) -> None:
     """Bridge, worker and text front, end to end. Arguments go to pytest."""
     python = _worker_environment(session)
@@ -56,6 +79,7 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+@timed
 def demo(session: nox.Session) -> None:
     """Answers a prompt with a real model: `nox -s demo -- ["prompt"]`, `nox -s demo -- --model DIR "prompt"`."""
     python = _worker_environment(session)
@@ -70,6 +94,7 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+@timed
 def build(session: nox.Session) -> None:
     """Wheels and sdists of all packages in dist/, checked as an index would."""
     python = shared(session)

@@ -71,21 +71,23 @@ def layered(session: nox.Session, folder: Path, packages: Sequence[str], *, edit
     wanted = f"{base}\n{sys.version}"
     if not stamp.is_file() or stamp.read_text() != wanted:
         shutil.rmtree(folder, ignore_errors=True)
-        _run(session, sys.executable, "-m", "venv", folder)
+        # Without pip, and so without the old setuptools that venv may bring: both come from the shared environment.
+        _run(session, sys.executable, "-m", "venv", "--without-pip", folder)
         (site_packages(session, python) / "shared.pth").write_text(f"{base}\n")
         stamp.write_text(wanted)
+    pip = (shared(session), "-m", "pip", "--python", python)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     if editable:
         arguments = [part for package in packages for part in ("--editable", package_dir(package))]
-        _run(session, python, "-m", "pip", "install", *options, *arguments)
+        _run(session, *pip, "install", *options, *arguments)
     else:
         wheels = folder / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
         sources = [package_dir(package) for package in packages]
         for source in sources:  # setuptools would pack files that have since been deleted
             shutil.rmtree(source / "build", ignore_errors=True)
-        _run(session, python, "-m", "pip", "wheel", *options, "--wheel-dir", wheels, *sources)
-        _run(session, python, "-m", "pip", "install", "--force-reinstall", *options, *sorted(wheels.glob("*.whl")))
+        _run(session, *pip, "wheel", *options, "--wheel-dir", wheels, *sources)
+        _run(session, *pip, "install", "--force-reinstall", *options, *sorted(wheels.glob("*.whl")))
     return python
 
 
