@@ -13,7 +13,7 @@ import torch
 
 from xllm_attention import create_backend, forward_context
 from xllm_executor import ExecutorConfig, ModelExecutor
-from xllm_metadata import BuiltAttentionMetadata, LayerCache, build_attention_metadata
+from xllm_metadata import LayerCache, build_attention_metadata
 from xllm_models import CausalLM
 
 Caches = Callable[[CausalLM], list[tuple[torch.Tensor, torch.Tensor]]]
@@ -144,7 +144,7 @@ def test_inputs_that_are_refused(
 def test_validation_is_switched_by_config_and_environment(
     model: CausalLM, make_caches: Caches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong: BuiltAttentionMetadata = build_attention_metadata([3, 1], [3, 1], [[1], [99]], page_size=4)
+    wrong = build_attention_metadata([3, 1], [3, 1], [[1], [99]], page_size=4)
     with pytest.raises(ValueError, match=r"paged_kv_indices\[1\] is 99; the cache has pages 0 to 15"):
         make_executor(model, make_caches, validate=True).execute(TOKENS, POSITIONS, wrong)
     monkeypatch.setenv("XLLM_VALIDATE", "1")

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import torch
 
 from xllm_metadata import (
     FIELDS,
@@ -18,9 +20,12 @@ from xllm_metadata import (
     Padding,
     StaticAttentionMetadata,
     When,
+    build_attention_metadata,
     get_cmake_dir,
     get_include,
 )
+from xllm_metadata.fields import _read_fields
+from xllm_metadata.vocabulary import alias, device, scalar
 
 NAMES = [field.name for field in FIELDS]
 ALIASES = [field.alias for field in FIELDS if field.alias]
@@ -36,18 +41,36 @@ def test_names_are_unique() -> None:
     assert len(set(NAMES + ALIASES)) == len(NAMES + ALIASES)
 
 
-def test_protocol_declares_exactly_the_table() -> None:
-    members = {name for name in vars(AttentionMetadata) if not name.startswith("_")}
-    assert members == {*NAMES, *ALIASES}
+def test_the_table_is_the_protocol() -> None:
+    assert list(AttentionMetadata.__annotations__) == [
+        name for field in FIELDS for name in (field.name, field.alias) if name is not None
+    ]
 
 
-def test_built_metadata_has_exactly_the_table() -> None:
+def test_built_and_static_metadata_have_exactly_the_table() -> None:
     assert [field.name for field in dataclasses.fields(BuiltAttentionMetadata)] == NAMES
+    static = StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=1, max_num_pages=1, device="cpu")
+    static.fill(build_attention_metadata([], [], [], 1), num_tokens=1, num_seqs=1)
+    assert {name for name in vars(static) if not name.startswith("_")} == {*NAMES, *ALIASES, "device"}
 
 
-def test_static_metadata_declares_exactly_the_table() -> None:
-    public = {name for name in StaticAttentionMetadata.__annotations__ if not name.startswith("_")}
-    assert public == set(NAMES)
+@pytest.mark.parametrize(
+    ("hint", "message"),
+    [
+        (torch.Tensor, "Table.broken needs one declaration in its annotation, has 0"),
+        (Annotated[int, device("T", "", Padding.ZERO)], "Table.broken is a int32 tensor and must be of type Tensor"),
+        (Annotated[float, scalar("")], "Table.broken is a int and must be of type int"),
+        (
+            Annotated[torch.Tensor, device("T", "", Padding.ZERO, when=When.OPTIONAL)],
+            "Table.broken is present 'optional'; its type must include None exactly when not 'always'",
+        ),
+        (Annotated[torch.Tensor, alias("nothing")], r"Table has an alias of \['nothing'\]"),
+    ],
+)
+def test_a_member_that_contradicts_itself_is_named(hint: object, message: str) -> None:
+    table = type("Table", (), {"__annotations__": {"broken": hint}})
+    with pytest.raises(TypeError, match=message):
+        _read_fields(table)
 
 
 def test_the_header_declares_the_table_in_order() -> None:

@@ -6,12 +6,13 @@ builder, the C++ headers and the handshake. Knows nothing of attention, models o
 
 from .builder import BuiltAttentionMetadata, build_attention_metadata
 from .cache import LayerCache
-from .fields import FIELDS, Field, Kind, Padding, When, Where
+from .fields import FIELDS
 from .paths import get_cmake_dir, get_include
 from .protocol import AttentionMetadata
 from .static import StaticAttentionMetadata
 from .validation import validate
 from .version import CONTRACT_VERSION, check_contract
+from .vocabulary import Field, Kind, Padding, When, Where
 
 __all__ = [
     "CONTRACT_VERSION",

@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import field, make_dataclass
 from itertools import accumulate
+from operator import attrgetter
+from typing import Any
 
 import torch
 
+from .fields import FIELDS
+from .protocol import AttentionMetadata
+from .vocabulary import When
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltAttentionMetadata:
-    """Metadata of one step as plain tensors; satisfies `AttentionMetadata`. See `FIELDS` for each field's meaning."""
-
-    slot_mapping: torch.Tensor
-    paged_kv_indptr: torch.Tensor
-    paged_kv_indices: torch.Tensor
-    paged_kv_last_page_len: torch.Tensor
-    kv_cu_seq_lens: torch.Tensor
-    qo_indptr: torch.Tensor | None
-    kv_seq_lens_host: torch.Tensor
-    paged_kv_indptr_host: torch.Tensor
-    paged_kv_last_page_len_host: torch.Tensor
-    qo_indptr_host: torch.Tensor | None
-    max_query_len: int
-    max_seq_len: int
-    is_prefill: bool
-    is_chunked_prefill: bool
-    block_table: torch.Tensor | None = None
-    kv_seq_lens: torch.Tensor | None = None
-    q_seq_lens: torch.Tensor | None = None
-    linear_state_indices: torch.Tensor | None = None
-    has_initial_state: torch.Tensor | None = None
-    dp_token_counts: torch.Tensor | None = None
-    dp_is_decode: torch.Tensor | None = None
-
-    @property
-    def q_cu_seq_lens(self) -> torch.Tensor | None:
-        """The same tensor as `qo_indptr`."""
-        return self.qo_indptr
+# Generated from the table, so that it cannot lack a field. A type checker cannot follow that, so it is Any to it, and
+# functions say AttentionMetadata.
+BuiltAttentionMetadata: Any = make_dataclass(
+    "BuiltAttentionMetadata",
+    [(f.name, Any) if f.when is When.ALWAYS else (f.name, Any, field(default=None)) for f in FIELDS],
+    frozen=True,
+    slots=True,
+    kw_only=True,
+    namespace={
+        "__module__": __name__,
+        "__doc__": "Metadata of one step as plain tensors, frozen; see `AttentionMetadata` for each field.",
+        **{f.alias: property(attrgetter(f.name)) for f in FIELDS if f.alias},
+    },
+)
 
 
 def build_attention_metadata(
@@ -47,7 +36,7 @@ def build_attention_metadata(
     block_tables: Sequence[Sequence[int]],
     page_size: int,
     device: torch.device | str = "cpu",
-) -> BuiltAttentionMetadata:
+) -> AttentionMetadata:
     """Builds the metadata of one step.
 
     Args:
@@ -59,6 +48,9 @@ def build_attention_metadata(
 
     The step is decode when every sequence has exactly one token; prefill when no sequence has a prefix
     (and one has other than one token); chunked in all other cases. A step without sequences is decode.
+
+    Returns:
+        A `BuiltAttentionMetadata`: frozen, and `dataclasses.replace` makes variants of it.
 
     Raises:
         ValueError: lengths that contradict each other, or too few pages; names the sequence, value and limit.
@@ -79,7 +71,7 @@ def build_attention_metadata(
     last_host = _host_tensor(last_page_lens, device)
     kv_host = _host_tensor([0, *accumulate(kv_lens)], device)
     qo_host = None if is_decode else _host_tensor([0, *accumulate(q_lens)], device)
-    return BuiltAttentionMetadata(
+    built: AttentionMetadata = BuiltAttentionMetadata(
         slot_mapping=_host_tensor(slots, device).to(device),
         paged_kv_indptr=pages_host.to(device),
         paged_kv_indices=_host_tensor(indices, device).to(device),
@@ -95,6 +87,7 @@ def build_attention_metadata(
         is_prefill=is_prefill,
         is_chunked_prefill=not is_decode and not is_prefill,
     )
+    return built
 
 
 def _host_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:

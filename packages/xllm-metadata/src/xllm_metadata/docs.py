@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .fields import FIELDS, Field, When
+from .fields import FIELDS
 from .version import CONTRACT_VERSION
+from .vocabulary import Field, When
 
 
 def fields_table() -> str:

@@ -1,64 +1,120 @@
-"""`AttentionMetadata`: what a step's metadata looks like to Python code.
+"""`AttentionMetadata`: the step contract, one member a field.
 
-Owns only the static type. Its members are the entries of `FIELDS`, which a test holds it to; the C++ bridge's view,
-`StaticAttentionMetadata` and the reference builder's result all satisfy it.
+This class is the table. A member's type says what Python reads and its annotation the rest; `FIELDS` is read from it,
+and the validator, static buffers, reference builder, documentation and the check of the C++ struct from `FIELDS`. To
+add a field, add a member here and its property to the C++ struct; the tests and the handshake name what was forgotten.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 
+from .vocabulary import Kind, Padding, When, alias, device, host, scalar
+
+_LINEAR = "models with linear attention"
+_LENGTHS = "backends that read lengths instead of offsets"
+_DP = "models with data-parallel attention"
+
 
 class AttentionMetadata(Protocol):
-    """Metadata of one step, read-only. T tokens, B sequences, P pages, R data-parallel ranks, W pages a row.
+    """Metadata of one step, to be read only.
 
-    The memory belongs to whoever built it and stays unmodified until the caller's stream has passed the step.
-    A view that C++ handed over raises `RuntimeError` when read after its step.
+    T tokens, B sequences, P pages, R data-parallel ranks, W pages a row. The memory belongs to whoever built it and
+    stays unmodified until the caller's stream has passed the step. A view that C++ handed over raises `RuntimeError`
+    when it is read after its step.
     """
 
-    @property
-    def slot_mapping(self) -> torch.Tensor: ...  # [T] int32, device
-    @property
-    def paged_kv_indptr(self) -> torch.Tensor: ...  # [B + 1] int32, device
-    @property
-    def paged_kv_indices(self) -> torch.Tensor: ...  # [P] int32, device
-    @property
-    def paged_kv_last_page_len(self) -> torch.Tensor: ...  # [B] int32, device
-    @property
-    def kv_cu_seq_lens(self) -> torch.Tensor: ...  # [B + 1] int32, device
-    @property
-    def qo_indptr(self) -> torch.Tensor | None: ...  # [B + 1] int32, device; None in decode
-    @property
-    def q_cu_seq_lens(self) -> torch.Tensor | None: ...  # the same tensor as qo_indptr
-    @property
-    def kv_seq_lens_host(self) -> torch.Tensor: ...  # [B + 1] int32, host, cumulative
-    @property
-    def paged_kv_indptr_host(self) -> torch.Tensor: ...  # [B + 1] int32, host
-    @property
-    def paged_kv_last_page_len_host(self) -> torch.Tensor: ...  # [B] int32, host
-    @property
-    def qo_indptr_host(self) -> torch.Tensor | None: ...  # [B + 1] int32, host; None in decode
-    @property
-    def max_query_len(self) -> int: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def is_prefill(self) -> bool: ...
-    @property
-    def is_chunked_prefill(self) -> bool: ...
-    @property
-    def block_table(self) -> torch.Tensor | None: ...  # [B, W] int32, device
-    @property
-    def kv_seq_lens(self) -> torch.Tensor | None: ...  # [B] int32, device
-    @property
-    def q_seq_lens(self) -> torch.Tensor | None: ...  # [B] int32, device
-    @property
-    def linear_state_indices(self) -> torch.Tensor | None: ...  # [B] int32, device
-    @property
-    def has_initial_state(self) -> torch.Tensor | None: ...  # [B] bool, device
-    @property
-    def dp_token_counts(self) -> torch.Tensor | None: ...  # [R] int32, host
-    @property
-    def dp_is_decode(self) -> torch.Tensor | None: ...  # [R] bool, host
+    slot_mapping: Annotated[
+        torch.Tensor,
+        device("T", "KV slot each token writes: page * page_size + offset; -1 writes nothing", Padding.MINUS_ONE),
+    ]
+    paged_kv_indptr: Annotated[
+        torch.Tensor,
+        device("B+1", "offsets of each sequence's pages in paged_kv_indices", Padding.REPEAT_LAST),
+    ]
+    paged_kv_indices: Annotated[
+        torch.Tensor,
+        device("P", "page indices of all sequences, one after the other", Padding.UNTOUCHED),
+    ]
+    paged_kv_last_page_len: Annotated[
+        torch.Tensor,
+        device("B", "tokens in each sequence's last page, 1..page_size; 0 for KV length 0", Padding.ZERO),
+    ]
+    kv_cu_seq_lens: Annotated[
+        torch.Tensor,
+        device("B+1", "cumulative KV lengths, this step's tokens included", Padding.REPEAT_LAST),
+    ]
+    qo_indptr: Annotated[
+        torch.Tensor | None,
+        device("B+1", "offsets of each sequence's query tokens", Padding.REPEAT_LAST, when=When.UNLESS_DECODE),
+    ]
+    q_cu_seq_lens: Annotated[torch.Tensor | None, alias("qo_indptr")]
+    kv_seq_lens_host: Annotated[
+        torch.Tensor,
+        host("B+1", "host mirror of kv_cu_seq_lens (cumulative)", Padding.REPEAT_LAST),
+    ]
+    paged_kv_indptr_host: Annotated[torch.Tensor, host("B+1", "host mirror of paged_kv_indptr", Padding.REPEAT_LAST)]
+    paged_kv_last_page_len_host: Annotated[
+        torch.Tensor, host("B", "host mirror of paged_kv_last_page_len", Padding.ZERO)
+    ]
+    qo_indptr_host: Annotated[
+        torch.Tensor | None,
+        host("B+1", "host mirror of qo_indptr", Padding.REPEAT_LAST, when=When.UNLESS_DECODE),
+    ]
+    max_query_len: Annotated[int, scalar("longest query of the step; 0 when the step has no sequence")]
+    max_seq_len: Annotated[int, scalar("longest KV length of the step; 0 when the step has no sequence")]
+    is_prefill: Annotated[bool, scalar("whole prompts only, none with a prefix")]
+    is_chunked_prefill: Annotated[
+        bool, scalar("chunks, prefixes, prefill mixed with decode, or several tokens a sequence in decode")
+    ]
+
+    block_table: Annotated[
+        torch.Tensor | None,
+        device(
+            "B,W",
+            "page indices as a rectangle; entries beyond a sequence's pages are 0",
+            Padding.ZERO,
+            when=When.OPTIONAL,
+            owner="backends that read rectangular page tables",
+        ),
+    ]
+    kv_seq_lens: Annotated[
+        torch.Tensor | None,
+        device("B", "KV length of each sequence", Padding.ZERO, when=When.OPTIONAL, owner=_LENGTHS),
+    ]
+    q_seq_lens: Annotated[
+        torch.Tensor | None,
+        device("B", "query length of each sequence", Padding.ZERO, when=When.OPTIONAL, owner=_LENGTHS),
+    ]
+    linear_state_indices: Annotated[
+        torch.Tensor | None,
+        device("B", "state slot of each sequence; -1 has none", Padding.MINUS_ONE, when=When.OPTIONAL, owner=_LINEAR),
+    ]
+    has_initial_state: Annotated[
+        torch.Tensor | None,
+        device(
+            "B",
+            "whether the sequence's state slot holds an earlier chunk's state",
+            Padding.ZERO,
+            kind=Kind.TENSOR_BOOL,
+            when=When.OPTIONAL,
+            owner=_LINEAR,
+        ),
+    ]
+    dp_token_counts: Annotated[
+        torch.Tensor | None,
+        host("R", "tokens of this step on each data-parallel rank", Padding.UNTOUCHED, when=When.OPTIONAL, owner=_DP),
+    ]
+    dp_is_decode: Annotated[
+        torch.Tensor | None,
+        host(
+            "R",
+            "whether each data-parallel rank decodes in this step",
+            Padding.UNTOUCHED,
+            kind=Kind.TENSOR_BOOL,
+            when=When.OPTIONAL,
+            owner=_DP,
+        ),
+    ]

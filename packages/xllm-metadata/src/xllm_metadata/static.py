@@ -7,16 +7,24 @@ nothing of graphs: a runner decides when to fill and to which size.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 
-from .fields import FIELDS, Field, Kind, Padding, When, Where
+from .fields import FIELDS
 from .protocol import AttentionMetadata
+from .vocabulary import Field, Kind, Padding, When, Where
+
+# Attributes are set from the table, which a type checker cannot follow: a base of any type lets it accept them.
+if TYPE_CHECKING:
+    from typing import Any as _Members
+else:
+    _Members = object
 
 _DTYPES = {Kind.TENSOR_INT32: torch.int32, Kind.TENSOR_BOOL: torch.bool}
 
 
-class StaticAttentionMetadata:
+class StaticAttentionMetadata(_Members):  # type: ignore[misc]
     """Metadata of a step in buffers that never move; satisfies `AttentionMetadata` after `fill`.
 
     Every field of `FIELDS` is an attribute. A tensor field reads as the leading part of its buffer that the last
@@ -34,28 +42,6 @@ class StaticAttentionMetadata:
     Raises:
         ValueError: a size below 1 or an unknown optional field.
     """
-
-    slot_mapping: torch.Tensor
-    paged_kv_indptr: torch.Tensor
-    paged_kv_indices: torch.Tensor
-    paged_kv_last_page_len: torch.Tensor
-    kv_cu_seq_lens: torch.Tensor
-    qo_indptr: torch.Tensor | None
-    kv_seq_lens_host: torch.Tensor
-    paged_kv_indptr_host: torch.Tensor
-    paged_kv_last_page_len_host: torch.Tensor
-    qo_indptr_host: torch.Tensor | None
-    max_query_len: int
-    max_seq_len: int
-    is_prefill: bool
-    is_chunked_prefill: bool
-    block_table: torch.Tensor | None
-    kv_seq_lens: torch.Tensor | None
-    q_seq_lens: torch.Tensor | None
-    linear_state_indices: torch.Tensor | None
-    has_initial_state: torch.Tensor | None
-    dp_token_counts: torch.Tensor | None
-    dp_is_decode: torch.Tensor | None
 
     def __init__(
         self,
@@ -91,11 +77,6 @@ class StaticAttentionMetadata:
             else:
                 self._buffers[field.name] = self._allocate(field)
 
-    @property
-    def q_cu_seq_lens(self) -> torch.Tensor | None:
-        """The same tensor as `qo_indptr`."""
-        return self.qo_indptr
-
     def buffer(self, name: str) -> torch.Tensor:
         """The whole buffer of a tensor field. Raises `KeyError` for a field that is not held."""
         return self._buffers[name]
@@ -117,6 +98,8 @@ class StaticAttentionMetadata:
                 setattr(self, field.name, self._fill_tensor(field, source, padded))
             else:
                 setattr(self, field.name, source)
+            if field.alias is not None:
+                setattr(self, field.alias, getattr(self, field.name))
 
     def _source(
         self, field: Field, metadata: AttentionMetadata, padded: dict[str, int]

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import torch
 
-from .fields import FIELDS, Field, Kind, When, Where
+from .fields import FIELDS
 from .protocol import AttentionMetadata
+from .vocabulary import Field, Kind, When, Where
 
 _MIRRORS = {
     "kv_seq_lens_host": "kv_cu_seq_lens",

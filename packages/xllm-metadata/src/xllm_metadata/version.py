@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from .fields import FIELDS, FIELDS_BY_NAME, Field, When
+from .fields import FIELDS, FIELDS_BY_NAME
+from .vocabulary import Field, When
 
 CONTRACT_VERSION: Final[tuple[int, int]] = (1, 0)
 """(major, minor) of the step contract that this package speaks."""
