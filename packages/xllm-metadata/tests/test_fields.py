@@ -109,3 +109,15 @@ def test_the_command_prints_the_folders() -> None:
     assert run_module("--include") == get_include()
     assert run_module("--cmakedir") == get_cmake_dir()
     assert (Path(get_cmake_dir()) / "xllm_metadata-config.cmake").is_file()
+
+
+def test_the_committed_page_is_the_generated_one() -> None:
+    """To renew it: python -m xllm_metadata --page > docs/contract.md."""
+    page = Path(__file__).parents[3] / "docs" / "contract.md"
+    assert (
+        page.read_text()
+        == subprocess.run(
+            [sys.executable, "-m", "xllm_metadata", "--page"], capture_output=True, text=True, check=True
+        ).stdout
+    )
+    assert all(f"| {field.name} " in page.read_text() for field in FIELDS)

@@ -1,10 +1,10 @@
-"""`python -m xllm_metadata --include | --cmakedir | --fields`: what a C++ build needs to know."""
+"""`python -m xllm_metadata --include | --cmakedir | --fields | --page`: what a C++ side needs to know."""
 
 from __future__ import annotations
 
 import argparse
 
-from .docs import fields_page
+from .docs import contract_page, fields_page
 from .paths import get_cmake_dir, get_include
 
 
@@ -15,11 +15,14 @@ def main() -> None:
     group.add_argument("--include", action="store_true", help="print the folder of the C++ headers")
     group.add_argument("--cmakedir", action="store_true", help="print the folder of the CMake package")
     group.add_argument("--fields", action="store_true", help="print the field table of the step contract")
+    group.add_argument("--page", action="store_true", help="print the whole contract in Markdown")
     arguments = parser.parse_args()
     if arguments.include:
         print(get_include())
     elif arguments.cmakedir:
         print(get_cmake_dir())
+    elif arguments.page:
+        print(contract_page(), end="")
     else:
         print(fields_page())
 
