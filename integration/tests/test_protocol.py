@@ -112,7 +112,7 @@ def test_bytes_that_are_no_text(probe_path):
     assert events[-1]["finished"]
 
 
-def test_an_id_in_use_is_refused_and_may_come_again_later(run_probe):
+def test_an_id_in_use_is_refused(run_probe):
     slow = {**GOOD, "max_tokens": 20}
     events = serve(run_probe, slow, GOOD, step_ms=5)
     message = 'id "good" belongs to a request that is not finished'
@@ -120,6 +120,21 @@ def test_an_id_in_use_is_refused_and_may_come_again_later(run_probe):
         {"id": "good", "line": 2, "error": {"type": "invalid_request", "message": message}}
     ]
     assert events[-1]["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize("end", ["answer", "failure"])
+def test_the_id_of_a_request_that_is_over_may_come_again(ask, end):
+    first = GOOD if end == "answer" else {**GOOD, "token_ids": [13]}
+    requests = [{"arrival": 0, "line": json.dumps(first)}, {"arrival": 9, "line": json.dumps(GOOD)}]
+    events = ask("schedule", {**SETTINGS, "fail_on": 13, "requests": requests})["events"]
+    assert [event["line"] for event in events if "error" in event] == ([] if end == "answer" else [1])
+    assert events[-2] == {
+        "id": "good",
+        "finished": True,
+        "finish_reason": "length",
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+    }
 
 
 def test_blank_lines_are_passed_over_and_counted(run_probe):

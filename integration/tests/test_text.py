@@ -171,10 +171,11 @@ def test_errors_of_the_front(model_dir, tmp_path_factory):
         assert result.stdout == ""
 
 
-def test_wrong_arguments_of_the_front(model_dir):
-    result = run_front("--worker", "w", "--model", model_dir, "--max-tokens", "0", "hi")
+@pytest.mark.parametrize("value", ["0", "many"])
+def test_wrong_arguments_of_the_front(model_dir, value):
+    result = run_front("--worker", "w", "--model", model_dir, "--max-tokens", value, "hi")
     assert result.returncode == 2
-    assert "argument --max-tokens: 0 is below 1" in result.stderr
+    assert f"argument --max-tokens: {value} is not an integer of at least 1" in result.stderr
 
 
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json")

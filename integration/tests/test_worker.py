@@ -331,6 +331,7 @@ def test_a_damaged_checkpoint_ends_with_1(copy_of_llama, run, damage, parts):
         (["--max_model_len=1000"], 1, "the limit is the model's max_position_embeddings, 256"),
         (["--kv_cache_memory=100"], 1, "--kv_cache_memory is 100 bytes; one page of 16 tokens takes 12288"),
         (["--num_blocks=16777216", "--block_size=1024"], 1, "the limit is 2097151 pages of 1024 tokens"),
+        (["--num_blocks=2000000", "--block_size=1024"], 1, "pages of 1024 tokens does not fit into memory: "),
         (["--python_model_path=/nowhere"], 1, "--python_model_path: /nowhere is not a directory"),
         (["--python_executable=/nowhere/python"], 1, "/nowhere/python does not run"),
         (["--python_graph_backend=magic"], 1, "python_graph_backend is 'magic'"),

@@ -42,6 +42,7 @@ class RecallModel : public StepModel {
   }
 
   std::string stats_json() override { return "{}"; }
+  void shutdown() override {}
 
  private:
   int32_t& slot(const Sequence& sequence, int64_t position) {

@@ -43,6 +43,7 @@ void serve(const WorkerOptions& options) {
       [&](std::string_view line, int64_t number) { inbox.put(parse_input_line(line, number, request_limits)); },
       [&] { inbox.close(); });
   engine.run(inbox);
+  served.model->shutdown();
 }
 
 int run(const std::vector<std::string>& args) {

@@ -3,8 +3,10 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <stdexcept>
@@ -99,24 +101,20 @@ ServerFacts make_facts(const WorkerOptions& options, const PyCausalLM& model) {
 std::vector<std::vector<at::Tensor>> make_kv_caches(const PyCausalLM& model, const ServerFacts& facts) {
   const auto like = at::TensorOptions().dtype(model.dtype()).device(model.device());
   std::vector<std::vector<at::Tensor>> caches;
-  for (const executor::CacheShape& layer : model.cache_shapes()) {
-    const auto make = [&] {
-      return at::empty({facts.num_blocks, facts.block_size, layer.num_kv_heads, layer.head_dim}, like);
-    };
-    caches.push_back({make(), make()});
+  try {
+    for (const executor::CacheShape& layer : model.cache_shapes()) {
+      const auto make = [&] {
+        return at::empty({facts.num_blocks, facts.block_size, layer.num_kv_heads, layer.head_dim}, like);
+      };
+      caches.push_back({make(), make()});
+    }
+  } catch (const c10::Error& error) {
+    throw std::runtime_error("a KV cache of " + std::to_string(facts.num_blocks) + " pages of " +
+                             std::to_string(facts.block_size) +
+                             " tokens does not fit into memory: " + error.what_without_backtrace());
   }
   return caches;
 }
-
-// Declared in the order of need: destroyed in the reverse, the executor before what it was made of.
-struct PythonParts {
-  PythonParts(PyCausalLM loaded, const executor::Config& config, int64_t max_seqs)
-      : model(std::move(loaded)), guard(model.device()), executor(model, config, max_seqs) {}
-
-  PyCausalLM model;
-  c10::DeviceGuard guard;  // kernels that Python launches go to the current device
-  PyExecutor executor;
-};
 
 executor::Config executor_config(const WorkerOptions& options, const ServerFacts& facts) {
   return {{"python_graph_backend", options.python_graph_backend},
@@ -124,14 +122,33 @@ executor::Config executor_config(const WorkerOptions& options, const ServerFacts
           {"max_model_len", facts.max_model_len}};
 }
 
-at::Tensor execute(PyExecutor& executor, const Batch& batch) {
-  try {
-    return executor.execute(batch.tokens, batch.positions, batch.metadata, batch.logits_indices);
-  } catch (const executor::PythonError& error) {
-    std::fprintf(stderr, "%s\n", error.traceback().c_str());
-    throw;
+class PythonTensorModel : public TensorModel {
+ public:
+  PythonTensorModel(PyCausalLM model, const WorkerOptions& options, const ServerFacts& facts)
+      : model_(std::move(model)),
+        guard_(model_.device()),
+        executor_(model_, executor_config(options, facts), options.max_seqs_per_batch) {
+    executor_.bind_kv_caches(make_kv_caches(model_, facts));
+    executor_.warmup();
   }
-}
+
+  at::Tensor execute(const Batch& batch) override {
+    try {
+      return executor_.execute(batch.tokens, batch.positions, batch.metadata, batch.logits_indices);
+    } catch (const executor::PythonError& error) {
+      std::fprintf(stderr, "%s\n", error.traceback().c_str());
+      throw;
+    }
+  }
+
+  std::string stats_json() override { return executor_.stats_json(); }
+  void shutdown() override { executor_.shutdown(); }
+
+ private:
+  PyCausalLM model_;
+  c10::DeviceGuard guard_;  // kernels that Python launches go to the current device
+  PyExecutor executor_;
+};
 
 // Whether the message of a Python exception tells a user what to change. Anything else is a fault, whose type and
 // traceback help more.
@@ -148,15 +165,9 @@ ServedModel load(const WorkerOptions& options) {
   executor::PythonRuntime::start({options.python_executable, split_path(options.python_model_path)});
   PyCausalLM model = load_weights(options, resolve_device(options));
   ServerFacts facts = make_facts(options, model);
-  const auto parts = std::make_shared<PythonParts>(
-      std::move(model), executor_config(options, facts), options.max_seqs_per_batch);
-  parts->executor.bind_kv_caches(make_kv_caches(parts->model, facts));
-  parts->executor.warmup();
-  auto step_model = std::make_unique<TorchStepModel>(
-      [parts](const Batch& batch) { return execute(parts->executor, batch); },
-      [parts] { return parts->executor.stats_json(); },
-      options.block_size,
-      parts->model.device());
+  const at::Device device = model.device();
+  auto tensor_model = std::make_unique<PythonTensorModel>(std::move(model), options, facts);
+  auto step_model = std::make_unique<TorchStepModel>(std::move(tensor_model), options.block_size, device);
   return {std::move(step_model), std::move(facts)};
 }
 

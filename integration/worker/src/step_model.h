@@ -23,6 +23,9 @@ class StepModel {
 
   // A JSON object of counters.
   virtual std::string stats_json() = 0;
+
+  // Frees what the model holds, in the order that it needs. No step after it.
+  virtual void shutdown() = 0;
 };
 
 }  // namespace xllm::worker
