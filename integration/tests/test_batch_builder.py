@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from hypothesis import strategies as st
 
 from xllm_metadata import build_attention_metadata
 
+Ask = Callable[[str, Any], Any]
+Entry = dict[str, Any]
+
 
 @st.composite
-def batches(draw):
+def batches(draw: st.DrawFn) -> tuple[int, list[Entry]]:
     """(block_size, entries): prompts, chunks, decodes and empty sequences in any order, spare pages at times."""
     block_size = draw(st.sampled_from([1, 2, 16, 128]))
     kinds = draw(st.sampled_from(["decode", "prompts", "mixed"]))
@@ -29,7 +34,8 @@ def batches(draw):
     return block_size, make_entries(pairs, block_size, spare, random.Random(seed))
 
 
-def make_entries(pairs, block_size, spare, rng):
+def make_entries(pairs: list[tuple[int, int]], block_size: int, spare: int, rng: random.Random) -> list[Entry]:
+    """One entry for each (new, cached), with pages in no order."""
     need = [-(-(new + cached) // block_size) + spare for new, cached in pairs]
     pages = list(range(sum(need) + 3))
     rng.shuffle(pages)
@@ -46,12 +52,12 @@ def make_entries(pairs, block_size, spare, rng):
     return entries
 
 
-def as_lists(metadata):
+def as_lists(metadata: Any) -> dict[str, Any]:
     fields = dataclasses.asdict(metadata)
     return {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in fields.items()}
 
 
-def check(ask, block_size, entries):
+def check(ask: Ask, block_size: int, entries: list[Entry]) -> None:
     built = ask("batch", {"block_size": block_size, "entries": entries})
     q_lens = [len(entry["tokens"]) for entry in entries]
     kv_lens = [entry["num_cached"] + q_len for entry, q_len in zip(entries, q_lens, strict=True)]
@@ -70,18 +76,18 @@ def check(ask, block_size, entries):
 
 @settings(deadline=None, max_examples=300)
 @given(batch=batches())
-def test_agrees_with_the_reference_builder(ask, batch):
+def test_agrees_with_the_reference_builder(ask: Ask, batch: tuple[int, list[Entry]]) -> None:
     check(ask, *batch)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 128])
-def test_agrees_for_512_sequences(ask, block_size):
+def test_agrees_for_512_sequences(ask: Ask, block_size: int) -> None:
     rng = random.Random(7)
     pairs = [(rng.choice([0, 1, 1, 1, 33]), rng.randrange(200)) for _ in range(512)]
     check(ask, block_size, make_entries(pairs, block_size, 0, rng))
 
 
-def test_no_sequence(ask):
+def test_no_sequence(ask: Ask) -> None:
     check(ask, 16, [])
 
 
@@ -98,17 +104,17 @@ def test_no_sequence(ask):
         ),
     ],
 )
-def test_contradictions_are_refused(ask, entry, message):
+def test_contradictions_are_refused(ask: Ask, entry: Entry, message: str) -> None:
     assert ask("batch", {"block_size": 16, "entries": [entry]}) == {"error": message}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_greedy_takes_the_lowest_of_equal_logits_and_marks_nan(ask, dtype):
+def test_greedy_takes_the_lowest_of_equal_logits_and_marks_nan(ask: Ask, dtype: str) -> None:
     rows = [[0, 3, 3, 1], [-1, -1, -1, -1], [0, None, 9, 1], [1, 2, 3, 4]]
     assert ask("sample", {"logits": rows, "vocab_size": 4, "dtype": dtype}) == [1, 0, -1, 3]
 
 
-def test_greedy_over_no_row_and_over_a_large_vocabulary(ask):
+def test_greedy_over_no_row_and_over_a_large_vocabulary(ask: Ask) -> None:
     assert ask("sample", {"logits": [], "vocab_size": 4, "dtype": "float32"}) == []
     row = [0.0] * 49_152
     row[40_000] = row[40_001] = 2.0

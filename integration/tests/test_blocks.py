@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+Ask = Callable[[str, Any], Any]
 
 OPS = st.lists(
     st.one_of(
@@ -16,7 +21,9 @@ OPS = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(num_blocks=st.integers(1, 12), block_size=st.sampled_from([1, 3, 16]), ops=OPS)
-def test_pages_are_owned_once_and_come_back(ask, num_blocks, block_size, ops):
+def test_pages_are_owned_once_and_come_back(
+    ask: Ask, num_blocks: int, block_size: int, ops: list[tuple[Any, ...]]
+) -> None:
     results = ask("blocks", {"num_blocks": num_blocks, "block_size": block_size, "ops": ops})
     tables: dict[str, list[int]] = {}
     for (op, name, *args), result in zip(ops, results, strict=True):
@@ -38,6 +45,6 @@ def test_pages_are_owned_once_and_come_back(ask, num_blocks, block_size, ops):
         assert result["num_free"] == num_blocks - len(owned)
 
 
-def test_a_cache_without_pages_is_refused(ask):
+def test_a_cache_without_pages_is_refused(ask: Ask) -> None:
     answer = ask("blocks", {"num_blocks": 0, "block_size": 16, "ops": []})
     assert answer["error"] == "a KV cache of 0 pages of 16 tokens; both must be at least 1"

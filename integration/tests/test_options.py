@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+RunProbe = Callable[..., subprocess.CompletedProcess[str]]
 
 MODEL = "--model=m"
 
 
-def parsed(result):
+def parsed(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    options: dict[str, Any] = json.loads(result.stdout)
+    return options
 
 
-def test_defaults(run_probe):
+def test_defaults(run_probe: RunProbe) -> None:
     options = parsed(run_probe("options", MODEL))
     assert options["model"] == "m"
     assert (options["block_size"], options["dtype"], options["num_blocks"]) == (16, "auto", -1)
@@ -34,11 +41,11 @@ def test_defaults(run_probe):
         (["--dtype=bfloat16"], "dtype", "bfloat16"),
     ],
 )
-def test_a_flag_sets_its_value(run_probe, args, name, value):
+def test_a_flag_sets_its_value(run_probe: RunProbe, args: list[str], name: str, value: object) -> None:
     assert parsed(run_probe("options", MODEL, *args))[name] == value
 
 
-def test_command_line_over_file_over_default(run_probe, tmp_path):
+def test_command_line_over_file_over_default(run_probe: RunProbe, tmp_path: Path) -> None:
     config = tmp_path / "options.json"
     config.write_text(json.dumps({"model": "file", "block_size": 8, "dtype": "float16", "kv_cache_memory": "1MiB"}))
     options = parsed(run_probe("options", f"--config={config}", "--block_size=4"))
@@ -47,7 +54,7 @@ def test_command_line_over_file_over_default(run_probe, tmp_path):
     assert options["max_seqs_per_batch"] == 64
 
 
-def test_help_names_every_option_with_type_and_default(run_probe):
+def test_help_names_every_option_with_type_and_default(run_probe: RunProbe) -> None:
     text = run_probe("options", "--help").stdout
     for line in ("--model  (", "--block_size  (an integer from 1 to 1024; default: 16)", "--config  ("):
         assert line in text
@@ -106,7 +113,7 @@ RANGE = "expected an integer from 1 to 1024"
         ([MODEL, "--config=nowhere.json"], "--config=nowhere.json: the file cannot be read"),
     ],
 )
-def test_a_wrong_command_line_ends_with_2(run_probe, args, message):
+def test_a_wrong_command_line_ends_with_2(run_probe: RunProbe, args: list[str], message: str) -> None:
     result = run_probe("options", *args)
     assert (result.returncode, result.stderr, result.stdout) == (2, f"error: {message}\n", "")
 
@@ -133,7 +140,7 @@ def test_a_wrong_command_line_ends_with_2(run_probe, args, message):
         ("[]", "expected an object of options, found an array"),
     ],
 )
-def test_a_wrong_file_ends_with_2(run_probe, tmp_path, text, message):
+def test_a_wrong_file_ends_with_2(run_probe: RunProbe, tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "options.json"
     config.write_text(text)
     # The command line overrides the value, which must be legal all the same.
@@ -141,7 +148,7 @@ def test_a_wrong_file_ends_with_2(run_probe, tmp_path, text, message):
     assert (result.returncode, result.stderr) == (2, f"error: {config}: {message}\n")
 
 
-def test_a_file_that_is_not_json(run_probe, tmp_path):
+def test_a_file_that_is_not_json(run_probe: RunProbe, tmp_path: Path) -> None:
     config = tmp_path / "options.json"
     config.write_text('{"block_size": 4,}')
     result = run_probe("options", MODEL, f"--config={config}")

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+Ask = Callable[[str, Any], Any]
+RunProbe = Callable[..., subprocess.CompletedProcess[str]]
+Line = str | dict[str, Any]
 
 SETTINGS = {
     "num_blocks": 8,
@@ -18,25 +25,25 @@ SETTINGS = {
 GOOD = {"id": "good", "token_ids": [1, 2, 3], "max_tokens": 2}
 
 
-def serve(run_probe, *lines, **changes):
+def serve(run_probe: RunProbe, *lines: Line, **changes: Any) -> list[dict[str, Any]]:
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     result = run_probe("serve", json.dumps({**SETTINGS, **changes}), stdin=text)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def request(**changes):
+def request(**changes: Any) -> dict[str, Any]:
     return {"id": "bad", "token_ids": [1, 2, 3], "max_tokens": 2, **changes}
 
 
-def without(key):
+def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in request().items() if name != key}
 
 
 IDS = "token ids from 0 to 99"
 IN_VOCABULARY = f"expected {IDS} (the vocabulary has 100)"
 
-BAD_LINES = [
+BAD_LINES: list[tuple[Line, str | None, str]] = [
     ("[1, 2]", None, "the line is an array; expected an object"),
     ("7", None, "the line is an integer; expected an object"),
     ('{"id": "bad", "id": "worse"}', None, 'the line is not valid JSON: key "id" appears twice'),
@@ -82,7 +89,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "request_id", "message"), BAD_LINES)
-def test_a_malformed_line_fails_alone(run_probe, line, request_id, message):
+def test_a_malformed_line_fails_alone(run_probe: RunProbe, line: Line, request_id: str | None, message: str) -> None:
     alone = serve(run_probe, {**GOOD, "id": "before"}, {**GOOD, "id": "after"})
     events = serve(run_probe, {**GOOD, "id": "before"}, line, {**GOOD, "id": "after"})
     error = {"id": request_id, "line": 2, "error": {"type": "invalid_request", "message": message}}
@@ -93,7 +100,7 @@ def test_a_malformed_line_fails_alone(run_probe, line, request_id, message):
         assert mine[-1]["completion_tokens"] == 2
 
 
-def test_a_line_that_is_not_json(run_probe):
+def test_a_line_that_is_not_json(run_probe: RunProbe) -> None:
     events = serve(run_probe, '{"id": "bad", "token_ids": [1,', GOOD)
     errors = [event for event in events if "error" in event]
     assert len(errors) == 1
@@ -102,7 +109,7 @@ def test_a_line_that_is_not_json(run_probe):
     assert events[-1]["finished"]
 
 
-def test_bytes_that_are_no_text(probe_path):
+def test_bytes_that_are_no_text(probe_path: Path) -> None:
     lines = b'\xff\xfe{"id"\n{"id": "\xff", "max_tokens": 1}\n' + json.dumps(GOOD).encode()
     result = subprocess.run(
         [probe_path, "serve", json.dumps(SETTINGS)], input=lines, capture_output=True, timeout=60, check=True
@@ -112,7 +119,7 @@ def test_bytes_that_are_no_text(probe_path):
     assert events[-1]["finished"]
 
 
-def test_an_id_in_use_is_refused(run_probe):
+def test_an_id_in_use_is_refused(run_probe: RunProbe) -> None:
     slow = {**GOOD, "max_tokens": 20}
     events = serve(run_probe, slow, GOOD, step_ms=5)
     message = 'id "good" belongs to a request that is not finished'
@@ -123,7 +130,7 @@ def test_an_id_in_use_is_refused(run_probe):
 
 
 @pytest.mark.parametrize("end", ["answer", "failure"])
-def test_the_id_of_a_request_that_is_over_may_come_again(ask, end):
+def test_the_id_of_a_request_that_is_over_may_come_again(ask: Ask, end: str) -> None:
     first = GOOD if end == "answer" else {**GOOD, "token_ids": [13]}
     requests = [{"arrival": 0, "line": json.dumps(first)}, {"arrival": 9, "line": json.dumps(GOOD)}]
     events = ask("schedule", {**SETTINGS, "fail_on": 13, "requests": requests})["events"]
@@ -137,17 +144,17 @@ def test_the_id_of_a_request_that_is_over_may_come_again(ask, end):
     }
 
 
-def test_blank_lines_are_passed_over_and_counted(run_probe):
+def test_blank_lines_are_passed_over_and_counted(run_probe: RunProbe) -> None:
     events = serve(run_probe, "", "  \t", "nonsense", "\r", GOOD)
     assert [event["line"] for event in events if "error" in event] == [3]
     assert events[-1]["finished"]
 
 
-def test_no_request_at_all(run_probe):
+def test_no_request_at_all(run_probe: RunProbe) -> None:
     assert serve(run_probe, "") == []
 
 
-def test_what_is_in_flight_at_the_end_of_input_is_finished(run_probe):
+def test_what_is_in_flight_at_the_end_of_input_is_finished(run_probe: RunProbe) -> None:
     requests = [{"id": str(i), "token_ids": [i + 1], "max_tokens": 10} for i in range(20)]
     events = serve(run_probe, *requests, step_ms=1)
     finished = {event["id"]: event for event in events if event.get("finished")}
@@ -155,13 +162,13 @@ def test_what_is_in_flight_at_the_end_of_input_is_finished(run_probe):
     assert {event["completion_tokens"] for event in finished.values()} == {10}
 
 
-def test_what_a_library_prints_stays_out_of_the_events(run_probe):
+def test_what_a_library_prints_stays_out_of_the_events(run_probe: RunProbe) -> None:
     result = run_probe("serve", json.dumps(SETTINGS), stdin=json.dumps(GOOD))
     assert "a library prints to stdout" not in result.stdout
     assert "a library prints to stdout" in result.stderr
 
 
-def test_stats_while_requests_run(run_probe):
+def test_stats_while_requests_run(run_probe: RunProbe) -> None:
     events = serve(run_probe, {**GOOD, "max_tokens": 20}, {"command": "stats"}, step_ms=5)
     stats = next(event for event in events if event.get("event") == "stats")
     assert stats["executor"] == {}
@@ -169,7 +176,7 @@ def test_stats_while_requests_run(run_probe):
     assert stats["scheduler"]["num_running"] + stats["scheduler"]["num_waiting"] == 1
 
 
-def test_a_reader_that_has_gone_ends_the_worker(probe_path):
+def test_a_reader_that_has_gone_ends_the_worker(probe_path: Path) -> None:
     process = subprocess.Popen(
         [probe_path, "serve", json.dumps({**SETTINGS, "step_ms": 5})],
         stdin=subprocess.PIPE,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+Ask = Callable[[str, Any], Any]
+Case = dict[str, Any]
 
 VOCAB = 50
 
@@ -20,7 +25,7 @@ def next_token(history: list[int]) -> int:
     return (value >> 32) % VOCAB
 
 
-def expected_answer(case, request):
+def expected_answer(case: Case, request: dict[str, Any]) -> tuple[list[int], str]:
     """(tokens, finish_reason) when the request runs alone and without limits on memory."""
     history = list(request["token_ids"])
     answer: list[int] = []
@@ -39,7 +44,7 @@ def expected_answer(case, request):
 
 
 @st.composite
-def cases(draw):
+def cases(draw: st.DrawFn) -> Case:
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     num_blocks = draw(st.integers(1, 24))
     max_model_len = draw(st.integers(2, 60))
@@ -74,9 +79,9 @@ def cases(draw):
 
 @settings(deadline=None, max_examples=300)
 @given(case=cases())
-def test_every_request_gets_the_answer_it_gets_alone(ask, case):
+def test_every_request_gets_the_answer_it_gets_alone(ask: Ask, case: Case) -> None:
     result = ask("schedule", case)
-    tokens = defaultdict(list)
+    tokens: defaultdict[str, list[int]] = defaultdict(list)
     finished = {}
     for event in result["events"][:-1]:
         if event.get("finished"):
@@ -102,7 +107,7 @@ def test_every_request_gets_the_answer_it_gets_alone(ask, case):
 
 @settings(deadline=None, max_examples=300)
 @given(case=cases())
-def test_each_step_keeps_the_limits(ask, case):
+def test_each_step_keeps_the_limits(ask: Ask, case: Case) -> None:
     arrival_order = {f"r{i}": i for i in range(len(case["requests"]))}
     for step in ask("schedule", case)["steps"]:
         assert 0 < sum(part["num_new"] for part in step) <= case["max_tokens"]
@@ -129,7 +134,7 @@ def test_each_step_keeps_the_limits(ask, case):
             assert sum(part["num_new"] for part in step) == case["max_tokens"]
 
 
-def case_of(requests, **changes):
+def case_of(requests: list[tuple[int, dict[str, Any]]], **changes: Any) -> Case:
     case = {
         "num_blocks": 100,
         "block_size": 4,
@@ -146,7 +151,7 @@ def case_of(requests, **changes):
     }
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_decodes(ask):
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes(ask: Ask) -> None:
     short = {"id": "short", "token_ids": [1, 2, 3], "max_tokens": 5}
     long = {"id": "long", "token_ids": list(range(40)), "max_tokens": 2}
     steps = ask("schedule", case_of([(0, short), (1, long)]))["steps"]
@@ -160,7 +165,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes(ask):
     ]
 
 
-def test_the_youngest_is_preempted_and_resumes_without_losing_tokens(ask):
+def test_the_youngest_is_preempted_and_resumes_without_losing_tokens(ask: Ask) -> None:
     old = {"id": "old", "token_ids": [1] * 8, "max_tokens": 9}
     young = {"id": "young", "token_ids": [2] * 7, "max_tokens": 9}
     result = ask("schedule", case_of([(0, old), (0, young)], num_blocks=5, block_size=4))
@@ -176,7 +181,7 @@ def test_the_youngest_is_preempted_and_resumes_without_losing_tokens(ask):
         assert len(got) == 9
 
 
-def test_a_failing_step_fails_its_requests_only(ask):
+def test_a_failing_step_fails_its_requests_only(ask: Ask) -> None:
     # Token 13 cannot be computed; "late" waits for pages while that step runs.
     bad = {"id": "bad", "token_ids": [13, 1], "max_tokens": 3}
     beside = {"id": "beside", "token_ids": [3, 4], "max_tokens": 3, "stop_token_ids": []}
@@ -194,7 +199,7 @@ def test_a_failing_step_fails_its_requests_only(ask):
     assert (stats["num_failed_steps"], stats["num_free_blocks"]) == (1, 100)
 
 
-def test_nan_logits_fail_their_request_only(ask):
+def test_nan_logits_fail_their_request_only(ask: Ask) -> None:
     sick = {"id": "sick", "token_ids": [1, 17], "max_tokens": 3}
     well = {"id": "well", "token_ids": [3, 4], "max_tokens": 1}
     events = ask("schedule", case_of([(0, sick), (0, well)], nan_on=17))["events"]
@@ -207,7 +212,9 @@ def test_nan_logits_fail_their_request_only(ask):
     ("num_blocks", "max_model_len", "prompt_len", "num_answer"),
     [(4, 100, 16, 1), (4, 100, 10, 7), (100, 12, 11, 1), (100, 12, 5, 7)],
 )
-def test_the_answer_ends_where_the_cache_or_the_context_ends(ask, num_blocks, max_model_len, prompt_len, num_answer):
+def test_the_answer_ends_where_the_cache_or_the_context_ends(
+    ask: Ask, num_blocks: int, max_model_len: int, prompt_len: int, num_answer: int
+) -> None:
     request = {"id": "r", "token_ids": [1] * prompt_len, "max_tokens": 1000}
     case = case_of([(0, request)], num_blocks=num_blocks, max_model_len=max_model_len)
     final = ask("schedule", case)["events"][-2]

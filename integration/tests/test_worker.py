@@ -7,11 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+Events = list[dict[str, Any]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Serve = Callable[..., Events]
 
 REPO = Path(__file__).parents[2]
 FRONT = REPO / "integration" / "python"
@@ -32,7 +38,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="session", params=["llama", "qwen3"])
-def checkpoint(request, tmp_path_factory):
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model, saved by transformers."""
     torch.manual_seed(7)
     if request.param == "llama":
@@ -45,7 +51,8 @@ def checkpoint(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory):
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One small random model."""
     torch.manual_seed(8)
     folder = tmp_path_factory.mktemp("tiny")
     LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(folder)
@@ -53,16 +60,18 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture
-def copy_of_llama(llama, tmp_path):
+def copy_of_llama(llama: Path, tmp_path: Path) -> Path:
     """A checkpoint to damage."""
     return Path(shutil.copytree(llama, tmp_path / "model"))
 
 
 @pytest.fixture
-def run(worker_path):
+def run(worker_path: Path) -> Run:
     """`run(model, lines, *flags)`: one run of the worker to its end, with everything it printed."""
 
-    def run_worker(model, lines=(), *flags):
+    def run_worker(
+        model: Path | str, lines: Iterable[str | dict[str, Any]] = (), *flags: str
+    ) -> subprocess.CompletedProcess[str]:
         text = "".join(line + "\n" if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
         command = [worker_path, f"--model={model}", "--device=cpu", *flags]
         return subprocess.run(
@@ -73,10 +82,10 @@ def run(worker_path):
 
 
 @pytest.fixture
-def serve(run):
+def serve(run: Run) -> Serve:
     """As `run`, for a run that ends well; returns the events."""
 
-    def serve_lines(model, lines, *flags):
+    def serve_lines(model: Path, lines: Iterable[str | dict[str, Any]], *flags: str) -> Events:
         result = run(model, lines, *flags)
         assert result.returncode == 0, result.stderr
         return [json.loads(line) for line in result.stdout.splitlines()]
@@ -84,13 +93,13 @@ def serve(run):
     return serve_lines
 
 
-def request(name, token_ids, max_tokens, **more):
+def request(name: str, token_ids: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"id": name, "token_ids": token_ids, "max_tokens": max_tokens, **more}
 
 
-def answers(events):
+def answers(events: Events) -> dict[str, list[int]]:
     """{id: tokens}, of the requests that finished; each count is checked."""
-    tokens = {}
+    tokens: dict[str, list[int]] = {}
     for event in events:
         if "token_ids" in event:
             tokens.setdefault(event["id"], []).extend(event["token_ids"])
@@ -100,17 +109,18 @@ def answers(events):
     return {name: tokens[name] for name in finished}
 
 
-def hf_greedy(model, prompt, num_tokens, eos=None):
+def hf_greedy(model: Any, prompt: list[int], num_tokens: int, eos: int | None = None) -> list[int]:
     """Greedy tokens by transformers, which stops after `eos`."""
     model.generation_config.eos_token_id = eos
     ids = torch.tensor([prompt])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
     )
-    return output[0, len(prompt) :].tolist()
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
-def load_hf(folder):
+def load_hf(folder: Path) -> Any:
     torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -127,7 +137,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("flags", SETTINGS.values(), ids=SETTINGS)
-def test_tokens_equal_transformers(checkpoint, serve, flags):
+def test_tokens_equal_transformers(checkpoint: Path, serve: Serve, flags: list[str]) -> None:
     model = load_hf(checkpoint)
     requests = [request(f"r{i}", prompt, 40) for i, prompt in enumerate(PROMPTS)]
     events = serve(checkpoint, [*requests, {"command": "stats"}], "--dtype=float32", *flags)
@@ -136,7 +146,7 @@ def test_tokens_equal_transformers(checkpoint, serve, flags):
         assert got[f"r{i}"] == hf_greedy(model, prompt, 40, EOS)
 
 
-def test_one_execute_a_step_and_one_plan_a_step(llama, worker_path):
+def test_one_execute_a_step_and_one_plan_a_step(llama: Path, worker_path: Path) -> None:
     from xllm_text.worker import Worker
 
     with Worker([str(worker_path), f"--model={llama}", "--device=cpu"]) as worker:
@@ -153,7 +163,7 @@ def test_one_execute_a_step_and_one_plan_a_step(llama, worker_path):
     assert stats["executor"]["plans"] == [num_steps]
 
 
-def test_ready_tells_what_is_served(llama, serve):
+def test_ready_tells_what_is_served(llama: Path, serve: Serve) -> None:
     flags = ["--dtype=bfloat16", "--block_size=8", "--kv_cache_memory=64KiB", "--max_model_len=100"]
     # A token takes 3 layers x 2 (k, v) x 2 heads x 16 x 2 bytes = 384 bytes, a page 3,072.
     assert serve(llama, [], *flags) == [
@@ -171,12 +181,12 @@ def test_ready_tells_what_is_served(llama, serve):
     ]
 
 
-def test_the_cache_is_no_larger_than_its_sequences_need(llama, serve):
+def test_the_cache_is_no_larger_than_its_sequences_need(llama: Path, serve: Serve) -> None:
     (ready,) = serve(llama, [], "--max_seqs_per_batch=3", "--max_model_len=100", "--block_size=16")
     assert ready["num_blocks"] == 3 * 7
 
 
-def test_eos_stop_tokens_and_ignore_eos(llama, serve):
+def test_eos_stop_tokens_and_ignore_eos(llama: Path, serve: Serve) -> None:
     free = answers(serve(llama, [request("r", [5, 6], 30, ignore_eos=True)]))["r"]
     assert len(free) == 30
     stop = free[10]
@@ -186,7 +196,7 @@ def test_eos_stop_tokens_and_ignore_eos(llama, serve):
     assert events[-1]["finish_reason"] == "stop"
 
 
-def test_eos_of_the_config_ends_an_answer(copy_of_llama, serve):
+def test_eos_of_the_config_ends_an_answer(copy_of_llama: Path, serve: Serve) -> None:
     free = answers(serve(copy_of_llama, [request("r", [5, 6], 30, ignore_eos=True)]))["r"]
     config = json.loads((copy_of_llama / "config.json").read_text())
     config["eos_token_id"] = [free[3], 255]
@@ -195,7 +205,7 @@ def test_eos_of_the_config_ends_an_answer(copy_of_llama, serve):
     assert answers(events) == {"r": free[: free.index(free[3]) + 1], "on": free}
 
 
-def test_bad_requests_beside_good_ones(llama, serve):
+def test_bad_requests_beside_good_ones(llama: Path, serve: Serve) -> None:
     good = request("good", [5, 6, 7], 20)
     expected = answers(serve(llama, [good]))["good"]
     lines = [
@@ -233,7 +243,7 @@ class FragileForCausalLM(LlamaForCausalLM):
 
 
 @pytest.fixture
-def fragile(copy_of_llama, tmp_path):
+def fragile(copy_of_llama: Path, tmp_path: Path) -> tuple[Path, Path]:
     """(checkpoint, plugin folder): a model outside the packages that throws at token 13 and gives NaN at token 17."""
     plugins = tmp_path / "plugins"
     info = plugins / "fragile-1.0.dist-info"
@@ -247,7 +257,7 @@ def fragile(copy_of_llama, tmp_path):
     return copy_of_llama, plugins
 
 
-def test_a_python_exception_fails_its_step_and_the_worker_goes_on(fragile, run):
+def test_a_python_exception_fails_its_step_and_the_worker_goes_on(fragile: tuple[Path, Path], run: Run) -> None:
     model, plugins = fragile
     lines = [request("bad", [5, 13], 4), request("good", [5, 6], 4, ignore_eos=True), request("nan", [17], 4)]
     result = run(model, lines, f"--python_model_path={plugins}", "--max_seqs_per_batch=1")
@@ -264,7 +274,7 @@ def test_a_python_exception_fails_its_step_and_the_worker_goes_on(fragile, run):
     assert "fragile.py" in result.stderr  # the traceback
 
 
-def test_what_python_prints_stays_out_of_the_events(fragile, run):
+def test_what_python_prints_stays_out_of_the_events(fragile: tuple[Path, Path], run: Run) -> None:
     model, plugins = fragile
     code = (plugins / "fragile.py").read_text()
     (plugins / "fragile.py").write_text(code + 'print("hello from the model")\n')
@@ -273,17 +283,17 @@ def test_what_python_prints_stays_out_of_the_events(fragile, run):
     assert answers([json.loads(line) for line in result.stdout.splitlines()]).keys() == {"r"}
 
 
-def edit_config(folder, **changes):
+def edit_config(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-def truncate(folder):
+def truncate(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
 
 
-def drop_and_add_tensors(folder):
+def drop_and_add_tensors(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
@@ -314,7 +324,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("damage", "parts"), DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_checkpoint_ends_with_1(copy_of_llama, run, damage, parts):
+def test_a_damaged_checkpoint_ends_with_1(
+    copy_of_llama: Path, run: Run, damage: Callable[[Path], None], parts: list[str]
+) -> None:
     damage(copy_of_llama)
     result = run(copy_of_llama)
     assert (result.returncode, result.stdout) == (1, "")
@@ -339,20 +351,22 @@ def test_a_damaged_checkpoint_ends_with_1(copy_of_llama, run, damage, parts):
         (["--model_impl=native"], 2, "--model_impl=native: expected python"),
     ],
 )
-def test_what_cannot_be_served_ends_with_one_error(llama, run, flags, exit_code, message):
+def test_what_cannot_be_served_ends_with_one_error(
+    llama: Path, run: Run, flags: list[str], exit_code: int, message: str
+) -> None:
     result = run(llama, [], *flags)
     assert (result.returncode, result.stdout) == (exit_code, "")
     assert message in result.stderr.splitlines()[-1]
     assert result.stderr.startswith("error: ")
 
 
-def test_no_such_directory(run):
+def test_no_such_directory(run: Run) -> None:
     result = run("/nowhere")
     assert (result.returncode, result.stderr) == (1, "error: --model=/nowhere is not a directory\n")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 64, reason="the machine has that many devices")
-def test_a_device_that_is_not_there(llama, worker_path):
+def test_a_device_that_is_not_there(llama: Path, worker_path: Path) -> None:
     command = [worker_path, f"--model={llama}", "--device=cuda:64"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 1
@@ -373,7 +387,7 @@ TEXTS = [
 
 
 @pytest.fixture(scope="session")
-def smollm2():
+def smollm2() -> Path:
     """The real checkpoint, as the fetch command makes it."""
     env = {**os.environ, "PYTHONPATH": str(FRONT)}
     command = [sys.executable, "-m", "xllm_text", "fetch"]
@@ -382,7 +396,7 @@ def smollm2():
 
 
 @pytest.fixture(scope="session")
-def smollm2_answers(smollm2):
+def smollm2_answers(smollm2: Path) -> list[tuple[list[int], list[int]]]:
     """[(prompt ids, 64 greedy tokens of transformers in fp32)]"""
     from tokenizers import Tokenizer
 
@@ -394,14 +408,16 @@ def smollm2_answers(smollm2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--max_seqs_per_batch=1"], []], ids=["one by one", "one batch"])
-def test_smollm2_tokens_equal_transformers(smollm2, smollm2_answers, serve, flags):
+def test_smollm2_tokens_equal_transformers(
+    smollm2: Path, smollm2_answers: list[tuple[list[int], list[int]]], serve: Serve, flags: list[str]
+) -> None:
     requests = [request(str(i), prompt, 64, ignore_eos=True) for i, (prompt, _) in enumerate(smollm2_answers)]
     got = answers(serve(smollm2, requests, "--dtype=float32", "--max_model_len=512", *flags))
     assert [got[str(i)] for i in range(len(TEXTS))] == [expected for _, expected in smollm2_answers]
 
 
 @pytest.mark.slow
-def test_the_text_front_answers(smollm2, worker_path):
+def test_the_text_front_answers(smollm2: Path, worker_path: Path) -> None:
     command = [sys.executable, "-m", "xllm_text", "--worker", worker_path, "--model", smollm2]
     result = subprocess.run(
         [*command, "--max-tokens", "8", TEXTS[0]],
