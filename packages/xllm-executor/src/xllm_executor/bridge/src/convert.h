@@ -127,7 +127,8 @@ void from_python(pybind11::handle source, const std::string& path, T& target) {
     }
     target.clear();
     for (const auto& item : source) {
-      from_python(item, path + "[" + std::to_string(target.size()) + "]", target.emplace_back());
+      const std::string item_path = path + "[" + std::to_string(target.size()) + "]";
+      from_python(item, item_path, target.emplace_back());
     }
   } else if constexpr (Reflected<T>) {
     detail::struct_from_python(source, path, target);

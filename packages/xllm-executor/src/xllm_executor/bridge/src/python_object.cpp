@@ -1,10 +1,40 @@
 #include "python_object.h"
 
+#include <unistd.h>
+
 #include <string>
 
 namespace xllm::executor {
 
 namespace py = pybind11;
+
+namespace {
+
+// One unmatched acquisition per thread, so that no later release is the last one and destroys the state.
+class KeptThreadState {
+ public:
+  KeptThreadState() : gil_(PyGILState_Ensure()), state_(PyEval_SaveThread()) {}
+  ~KeptThreadState() {
+    // The main thread ends with the process, perhaps while another one is in a step: it must not wait for the GIL then.
+    if (PythonRuntime::alive() && gettid() != getpid()) {
+      PyEval_RestoreThread(state_);
+      PyGILState_Release(gil_);
+    }
+  }
+  KeptThreadState(const KeptThreadState&) = delete;
+  KeptThreadState& operator=(const KeptThreadState&) = delete;
+
+ private:
+  PyGILState_STATE gil_;
+  PyThreadState* state_;
+};
+
+}  // namespace
+
+void keep_thread_state() {
+  thread_local const KeptThreadState kept;
+  (void)kept;
+}
 
 PythonError to_python_error(const py::error_already_set& error) {
   std::string type = py::str(error.type().attr("__qualname__"));

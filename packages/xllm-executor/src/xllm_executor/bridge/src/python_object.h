@@ -47,10 +47,15 @@ class PythonObject {
 // The exception as text. With the GIL held.
 [[nodiscard]] PythonError to_python_error(const pybind11::error_already_set& error);
 
+// Makes Python keep this thread's state between calls: without it, each call from a thread that Python did not create
+// would make a state and destroy it again. Without the GIL held.
+void keep_thread_state();
+
 // Runs the callable with the GIL held; a Python exception becomes a PythonError.
 template <class Callable>
 auto with_gil(Callable&& callable) {
   PythonRuntime::get();
+  keep_thread_state();
   const pybind11::gil_scoped_acquire gil;
   try {
     return callable();
