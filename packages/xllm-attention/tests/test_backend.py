@@ -73,6 +73,17 @@ def test_limits(
     backend.plan(build_attention_metadata([1] * 3 + [12], [12] * 4, [[0, 1, 2]] * 4, 4))
 
 
+def test_the_plan_layout_follows_the_padded_size_and_not_the_lengths(
+    make_backend: MakeBackend, spec: AttentionSpec
+) -> None:
+    backend = make_backend([spec])
+    layouts = []
+    for kv_lens in ([1, 1], [2, 7], [3, 1, 1]):
+        backend.plan(build_attention_metadata([1] * len(kv_lens), kv_lens, [[0, 1]] * len(kv_lens), 4), graph=True)
+        layouts.append(backend.plan_layout)
+    assert layouts[0] == layouts[1] != layouts[2]
+
+
 def _metadata(**changes: Any) -> Any:
     return replace(build_attention_metadata([2, 1], [2, 1], [[0], [1]], 4), **changes)
 

@@ -7,7 +7,7 @@ the plan counts. How a step is planned and run belongs to the subclasses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, final
@@ -131,11 +131,21 @@ class AttentionBackend(ABC):
         self._plan_counts = [0] * len(self.groups)
         self._bound = False
         self._num_tokens: int | None = None  # of the planned step
+        self._layout: Hashable = None
 
     @property
     def plan_counts(self) -> tuple[int, ...]:
         """Plans made so far, one number per group of `groups`."""
         return tuple(self._plan_counts)
+
+    @property
+    def plan_layout(self) -> Hashable:
+        """What a graph that captures `run` now would bake in of the plan, besides addresses that never change.
+
+        A graph serves every plan(graph=True) of an equal layout. Here the phase and the padded sizes; a subclass whose
+        plan also chooses kernels, grids or places in a workspace by the step's lengths adds them.
+        """
+        return self._layout
 
     @final
     def bind_kv_caches(self, caches: Sequence[LayerCache]) -> None:
@@ -173,6 +183,7 @@ class AttentionBackend(ABC):
             self._plan_group(step, group)
             self._plan_counts[group] += 1
         self._num_tokens = step.num_tokens
+        self._layout = (step.phase.value, step.num_tokens, step.num_seqs)
 
     @final
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
