@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -13,6 +14,23 @@ from xllm_attention.conformance import BackendFactory
 from xllm_metadata import LayerCache
 
 MakeBackend = Callable[..., AttentionBackend]
+GPU_ASKED_FOR = os.environ.get("XLLM_GPU_TESTS") == "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu run only where XLLM_GPU_TESTS=1 asks for them."""
+    if GPU_ASKED_FOR:
+        return
+    deselected = [item for item in items if item.get_closest_marker("gpu")]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A GPU run without a GPU fails; it does not skip."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.fail("XLLM_GPU_TESTS=1 asks for the GPU tests, and torch finds no CUDA device")
 
 
 @pytest.fixture(autouse=True)

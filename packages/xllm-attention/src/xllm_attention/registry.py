@@ -16,7 +16,10 @@ from .spec import AttentionSpec
 
 ENTRY_POINT_GROUP = "xllm.attention_backends"
 
-_BUILT_IN = (EntryPoint("torch", "xllm_attention.backends.torch_backend:TorchBackend", ENTRY_POINT_GROUP),)
+_BUILT_IN = (
+    EntryPoint("torch", "xllm_attention.backends.torch_backend:TorchBackend", ENTRY_POINT_GROUP),
+    EntryPoint("triton", "xllm_attention.backends.triton_backend:TritonBackend", ENTRY_POINT_GROUP),
+)
 
 
 def create_backend(

@@ -1,0 +1,126 @@
+"""`TritonBackend`: binds caches, plans steps, launches kernels. Owns the buffers' lifetime, no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
+from ...spec import AttentionSpec
+from .append import append, append_kernel
+from .attend import attend_kernel
+from .workspace import Workspace, WorkList
+
+# True when the environment variable TRITON_INTERPRET was set as the kernels were defined.
+INTERPRETED = not isinstance(append_kernel, triton.JITFunction)
+
+
+class TritonBackend(AttentionBackend):
+    """Paged attention in Triton kernels, for CUDA devices; on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
+
+    Decode is one launch a layer: it appends the new token, splits the keys of long sequences over many programs and
+    combines them. Other steps take two. Every launch has a size that depends on the bucket only, whatever the lengths:
+    the work list that says which program does what is made on the device by `plan`.
+
+    Raises:
+        ValueError: also for bfloat16 on a CPU, where the interpreter's products are wrong, and for a CPU without it.
+    """
+
+    name = "triton"
+    capabilities = BackendCapabilities(
+        full_graph_phases=frozenset({Phase.DECODE}),
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        head_dims=frozenset({16, 32, 64, 80, 96, 112, 128, 192, 256}),
+        device_types=frozenset({"cuda", "cpu"}),
+    )
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        super().__init__(
+            specs,
+            device=device,
+            dtype=dtype,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            max_model_len=max_model_len,
+        )
+        if device.type == "cpu" and not INTERPRETED:
+            raise ValueError("attention backend 'triton' runs on a CPU only in its interpreter: set TRITON_INTERPRET=1")
+        if INTERPRETED and dtype is torch.bfloat16:
+            raise ValueError("attention backend 'triton' cannot serve bfloat16 in its interpreter; served are fp16, fp32")
+
+    def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
+        self._caches = tuple(caches)
+        self._strides = tuple((*k.stride(), *v.stride()) for k, v in caches)
+        # Ordinary tensors even when made in inference mode: later plans may not be.
+        with torch.inference_mode(False):
+            self._lists = {decode: self._work_lists(decode) for decode in (True, False)}
+            self._workspace = Workspace(
+                (*self._lists[True], *self._lists[False]),
+                max_num_seqs=self.max_num_seqs,
+                max_num_tokens=self.max_num_tokens,
+                max_num_pages=self.max_num_seqs * -(-self.max_model_len // page_size),
+                device=self.device,
+            )
+
+    def _plan_step(self, step: Step) -> None:
+        self._workspace.fill(step)
+        self._decode = step.phase is Phase.DECODE
+        self._paged = step.phase is not Phase.PREFILL
+        self._step_size = (step.num_tokens, step.num_seqs)
+        # Query rows that belong to a sequence; in decode all do, those of KV length 0 included.
+        indptr = step.metadata.qo_indptr_host
+        self._num_rows = step.num_tokens if self._decode or indptr is None else int(indptr[-1])
+
+    def _plan_group(self, step: Step, group: int) -> None:
+        self._lists[self._decode][group].fill(step)
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+        k_cache, v_cache = self._caches[layer_id]
+        work = self._lists[self._decode][self.group_of_layer[layer_id]]
+        spec, tiles, space = work.spec, work.tiles, self._workspace
+        if not self._decode:
+            append(k, v, k_cache, v_cache, space.slots)
+        if self._num_rows < out.shape[0]:
+            out[self._num_rows :].zero_()
+        num_items = work.num_items(*self._step_size) if self._step_size[1] else 0
+        if num_items == 0:
+            return
+        attend_kernel[(num_items, spec.num_kv_heads)](
+            q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived,
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(), *self._strides[layer_id],
+            scale=spec.scale, soft_cap=spec.logits_soft_cap,
+            G=spec.group_size, K=spec.num_kv_heads, D=spec.head_dim,
+            D_PAD=triton.next_power_of_2(spec.head_dim), PAGE_SIZE=k_cache.shape[1], WINDOW=spec.sliding_window,
+            CAP=spec.logits_soft_cap > 0, DECODE=self._decode, PAGED=self._paged, IEEE=self.dtype is torch.float32,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=tiles.kept_rows, BLOCK_C=tiles.block_c,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+
+    def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:
+        num_processors = 4  # of the interpreter: enough for small cases to be split
+        if self.device.type == "cuda":
+            num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return tuple(
+            WorkList.allocate(
+                spec,
+                dtype=self.dtype,
+                decode=decode,
+                max_num_seqs=self.max_num_seqs,
+                max_num_tokens=self.max_num_tokens,
+                num_processors=num_processors,
+                interpreted=INTERPRETED,
+                device=self.device,
+            )
+            for spec in self.group_specs
+        )

@@ -1,0 +1,86 @@
+"""Sizes of the kernels' tiles and of the work lists. Owns the numbers, and why they are what they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ...spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How the attention kernel is cut for one spec, dtype and kind of step."""
+
+    block_m: int  # query rows a program; a row is one token and one head of the group
+    block_n: int  # keys an iteration, and the unit of chunks
+    kept_rows: int  # rows of a tile that a partial result keeps
+    block_c: int  # chunks that are combined at a time
+    num_warps: int
+    num_stages: int  # of the pipeline that loads keys and values
+    least_units: int  # units of a chunk at least: below it a program's start costs more than its keys
+    enough_units: int  # units of a chunk from which several waves of programs are better than one
+    wave_programs: int  # programs a multiprocessor that make up a wave
+    max_waves: int  # waves that chunks may add to a step
+
+
+def decode_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
+    """Tiles of a decode step: one token a sequence, all heads of a group in one tile."""
+    d_pad = triton.next_power_of_2(spec.head_dim)
+    kept = triton.next_power_of_2(spec.group_size)
+    block_n = 64 if d_pad * dtype.itemsize <= 256 else 32
+    return Tiles(
+        block_m=max(16, kept),  # the smallest tile of the matrix unit
+        block_n=block_n,
+        kept_rows=kept,
+        block_c=_block_c(kept, d_pad),
+        num_warps=4,
+        num_stages=3,
+        least_units=1,
+        enough_units=512 // block_n,
+        wave_programs=2,
+        max_waves=8,
+    )
+
+
+def prefill_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
+    """Tiles of every other step."""
+    d_pad = triton.next_power_of_2(spec.head_dim)
+    wide = d_pad * dtype.itemsize > 256
+    block_m = 64 if wide else 128
+    block_n = 32 if wide else 64
+    return Tiles(
+        block_m=block_m,
+        block_n=block_n,
+        kept_rows=block_m,
+        block_c=1,
+        num_warps=4 if wide else 8,
+        num_stages=2 if wide else 3,
+        least_units=max(1, 256 // block_n),
+        enough_units=max(1, 256 // block_n),
+        wave_programs=2,
+        max_waves=1,
+    )
+
+
+def interpreted_tiles(tiles: Tiles) -> Tiles:
+    """The same with short chunks and small tiles, so that the interpreter's small cases have several of each."""
+    return Tiles(
+        block_m=16 if tiles.block_c == 1 else tiles.block_m,
+        block_n=16,
+        kept_rows=16 if tiles.block_c == 1 else tiles.kept_rows,
+        block_c=min(tiles.block_c, 2),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        least_units=1,
+        enough_units=4,
+        wave_programs=tiles.wave_programs,
+        max_waves=tiles.max_waves,
+    )
+
+
+def _block_c(rows: int, d_pad: int) -> int:
+    """Chunks combined at a time: 4096 numbers, 32 registers a thread of 4 warps, and all their loads in flight."""
+    return max(1, min(32, 4096 // (rows * d_pad)))

@@ -1,0 +1,116 @@
+"""Persistent buffers of the kernels: work lists, page indices, partial results. One set a backend, whatever the buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ...backend import Phase, Step
+from ...spec import AttentionSpec
+from .tiles import Tiles, decode_tiles, interpreted_tiles, prefill_tiles
+from .worklist import ITEM_WIDTH, worklist_kernel
+
+BLOCK_I = 32  # items a program of the work list's kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkList:
+    """The work list of one group and one kind of step, and how large it is for a bucket."""
+
+    spec: AttentionSpec
+    tiles: Tiles
+    decode: bool
+    num_processors: int
+    items: torch.Tensor  # [capacity, ITEM_WIDTH] int32
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: AttentionSpec,
+        *,
+        dtype: torch.dtype,
+        decode: bool,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        num_processors: int,
+        interpreted: bool,
+        device: torch.device,
+    ) -> WorkList:
+        """A list that is large enough for every bucket."""
+        tiles = decode_tiles(spec, dtype) if decode else prefill_tiles(spec, dtype)
+        if interpreted:
+            tiles = interpreted_tiles(tiles)
+        empty = torch.empty(0, dtype=torch.int32, device=device)
+        sizes = cls(spec=spec, tiles=tiles, decode=decode, num_processors=num_processors, items=empty)
+        capacity = sizes.num_items(max_num_tokens, max_num_seqs)
+        items = torch.zeros((capacity, ITEM_WIDTH.value), dtype=torch.int32, device=device)
+        return cls(spec=spec, tiles=tiles, decode=decode, num_processors=num_processors, items=items)
+
+    def wave(self) -> int:
+        """Items that fill the device once."""
+        return max(1, self.tiles.wave_programs * self.num_processors // self.spec.num_kv_heads)
+
+    def target(self, num_seqs: int) -> int:
+        """Items that a step may have because its keys are cut into chunks."""
+        return self.tiles.max_waves * self.wave() + (num_seqs if self.decode else 0)
+
+    def num_items(self, num_tokens: int, num_seqs: int) -> int:
+        """Items that a step of this bucket has at most, and so the launch's size."""
+        if self.decode:
+            return self.target(num_seqs)
+        num_tiles = -(-num_tokens * self.spec.group_size // self.tiles.block_m) + num_seqs
+        return max(num_tiles, self.target(num_seqs))
+
+    def num_partials(self, num_seqs: int) -> int:
+        """Items that may be chunks of a tile: a step has chunks only while it stays within the target."""
+        return self.target(num_seqs)
+
+    def fill(self, step: Step) -> None:
+        """Makes the list of a step, on the device and without waiting for it."""
+        metadata, tiles = step.metadata, self.tiles
+        num_items = self.num_items(step.num_tokens, step.num_seqs)
+        qo_indptr = metadata.kv_cu_seq_lens if self.decode else metadata.qo_indptr
+        worklist_kernel[(triton.cdiv(num_items, BLOCK_I),)](
+            metadata.kv_cu_seq_lens, qo_indptr, metadata.paged_kv_indptr, metadata.slot_mapping, self.items,
+            step.num_seqs, num_items, self.target(step.num_seqs), self.wave(),
+            G=self.spec.group_size, WINDOW=self.spec.sliding_window, DECODE=self.decode,
+            BLOCK_M=tiles.block_m, UNIT=tiles.block_n, LEAST_UNITS=tiles.least_units,
+            ENOUGH_UNITS=tiles.enough_units, BLOCK_B=max(32, triton.next_power_of_2(step.num_seqs)), BLOCK_I=BLOCK_I,
+            num_warps=4,
+        )  # fmt: skip
+
+
+class Workspace:
+    """What all groups and steps share: at any time one launch uses it, since launches are ordered on the stream."""
+
+    def __init__(
+        self, lists: tuple[WorkList, ...], *, max_num_seqs: int, max_num_tokens: int, max_num_pages: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        partials, states, arrivals = 1, 1, 1
+        for work in lists:
+            rows = work.num_partials(max_num_seqs) * work.spec.num_kv_heads * work.tiles.kept_rows
+            partials = max(partials, rows * triton.next_power_of_2(work.spec.head_dim))
+            states = max(states, 2 * rows)
+            arrivals = max(arrivals, work.num_partials(max_num_seqs) * work.spec.num_kv_heads)
+        self.partials = torch.empty(partials, dtype=torch.float32, device=device)
+        self.states = torch.empty(states, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(max(1, max_num_pages), dtype=torch.int32, device=device)
+        self._slots = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self.slots = self._slots[:0]
+
+    def fill(self, step: Step) -> None:
+        """Copies the step's page indices and, unless it is decode, slots; on the device and without waiting for it."""
+        metadata = step.metadata
+        num_pages = int(metadata.paged_kv_indptr_host[-1])  # host memory
+        if num_pages > self.pages.shape[0]:
+            raise ValueError(
+                f"the step has {num_pages} pages; sequences of max_model_len need {self.pages.shape[0]} at most"
+            )
+        self.pages[:num_pages].copy_(metadata.paged_kv_indices[:num_pages])
+        if step.phase is not Phase.DECODE:
+            self.slots = self._slots[: step.num_tokens]
+            self.slots.copy_(metadata.slot_mapping)
