@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 REPO = Path(__file__).parents[2]
 sys.path.insert(0, str(REPO / "integration" / "python"))
 
+# One thread: libgomp's spinning threads lose to anything else that runs on the machine.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 TENSOR_MODES = ("batch", "sample")
 
 Json = Any
 Ask = Callable[[str, Json], Json]
-RunProbe = Callable[..., subprocess.CompletedProcess[str]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Events = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +77,7 @@ def ask(probe_path: Path) -> Iterator[Ask]:
 
 
 @pytest.fixture(scope="session")
-def run_probe(probe_path: Path) -> RunProbe:
+def run_probe(probe_path: Path) -> Run:
     """`run_probe(mode, *args, stdin="")`: one run to its end."""
 
     def run(mode: str, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -79,3 +85,100 @@ def run_probe(probe_path: Path) -> RunProbe:
         return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def small_config() -> dict[str, Any]:
+    """The config keys of a small model."""
+    return {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+@pytest.fixture(scope="session")
+def llama(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One small random model."""
+    torch.manual_seed(8)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**small_config)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy_of_llama(llama: Path, tmp_path: Path) -> Path:
+    """A checkpoint to damage."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+@pytest.fixture
+def run(worker_path: Path) -> Run:
+    """`run(model, lines, *flags)`: one run of the worker to its end, with everything it printed."""
+
+    def run_worker(
+        model: Path | str, lines: Iterable[str | dict[str, Any]] = (), *flags: str
+    ) -> subprocess.CompletedProcess[str]:
+        text = "".join(line + "\n" if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+        command = [worker_path, f"--model={model}", "--device=cpu", *flags]
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT
+        )
+
+    return run_worker
+
+
+@pytest.fixture
+def serve(run: Run) -> Callable[..., Events]:
+    """As `run`, for a run that ends well; returns the events."""
+
+    def serve_lines(model: Path, lines: Iterable[str | dict[str, Any]], *flags: str) -> Events:
+        result = run(model, lines, *flags)
+        assert result.returncode == 0, result.stderr
+        return [json.loads(line) for line in result.stdout.splitlines()]
+
+    return serve_lines
+
+
+@pytest.fixture(scope="session")
+def answers() -> Callable[[Events], dict[str, list[int]]]:
+    """`answers(events)`: {id: tokens} of the requests that finished; each count is checked."""
+
+    def collect(events: Events) -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = {}
+        for event in events:
+            if "token_ids" in event:
+                tokens.setdefault(event["id"], []).extend(event["token_ids"])
+        finished = {event["id"]: event for event in events if event.get("finished")}
+        for name, event in finished.items():
+            assert event["completion_tokens"] == len(tokens[name])
+        return {name: tokens[name] for name in finished}
+
+    return collect
+
+
+@pytest.fixture(scope="session")
+def hf_greedy() -> Callable[[Path, list[list[int]], int, int | None], list[list[int]]]:
+    """`hf_greedy(folder, prompts, num_tokens, eos)`: greedy tokens by transformers in fp32, which stops after `eos`."""
+
+    def generate(folder: Path, prompts: list[list[int]], num_tokens: int, eos: int | None) -> list[list[int]]:
+        torch.set_num_threads(1)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model.generation_config.eos_token_id = eos
+        outputs = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            mask = torch.ones_like(ids)
+            output = model.generate(
+                ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+            )
+            outputs.append(output[0, len(prompt) :].tolist())
+        return outputs
+
+    return generate

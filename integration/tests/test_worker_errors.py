@@ -1,0 +1,192 @@
+"""Bad input of every kind, end to end: one clear message, the right exit code, and no other request loses anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Events = list[dict[str, Any]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Serve = Callable[..., Events]
+Answers = Callable[[Events], dict[str, list[int]]]
+
+
+def request(name: str, token_ids: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"id": name, "token_ids": token_ids, "max_tokens": max_tokens, **more}
+
+
+def test_bad_requests_beside_good_ones(llama: Path, serve: Serve, answers: Answers) -> None:
+    good = request("good", [5, 6, 7], 20)
+    expected = answers(serve(llama, [good]))["good"]
+    lines = [
+        good,
+        "not json",
+        request("outside", [5, 256], 4),
+        request("empty", [], 4),
+        request("long", [5] * 256, 4),
+        request("huge", [5] * 160, 4),
+        {"id": "half"},
+        {**good, "id": "last"},
+    ]
+    events = serve(llama, lines, "--num_blocks=8", "--block_size=16")
+    assert answers(events) == {"good": expected, "last": expected}
+    errors = {event["line"]: event for event in events if "error" in event}
+    assert list(errors) == [2, 3, 4, 5, 6, 7]
+    assert {event["error"]["type"] for event in errors.values()} == {"invalid_request"}
+    messages = {event["id"]: event["error"]["message"] for event in errors.values()}
+    assert "token_ids[1] is 256; expected token ids from 0 to 255" in messages["outside"]
+    assert "token_ids has 256 tokens; the limit is 255" in messages["long"]
+    assert "token_ids has 160 tokens; the limit is 128, the size of the whole KV cache" in messages["huge"]
+
+
+PLUGIN = """
+from xllm_models.models.llama import LlamaForCausalLM
+
+
+class FragileForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids, positions):
+        if (input_ids == 13).any():
+            raise ArithmeticError("13 is not a lucky token")
+        hidden = super().forward(input_ids, positions)
+        return hidden.masked_fill((input_ids == 17)[:, None], float("nan"))
+"""
+
+
+@pytest.fixture
+def fragile(copy_of_llama: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """(checkpoint, plugin folder): a model outside the packages that throws at token 13 and gives NaN at token 17."""
+    plugins = tmp_path / "plugins"
+    info = plugins / "fragile-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[xllm.models]\nFragileForCausalLM = fragile:FragileForCausalLM\n")
+    (plugins / "fragile.py").write_text(PLUGIN)
+    config = json.loads((copy_of_llama / "config.json").read_text())
+    config["architectures"] = ["FragileForCausalLM"]
+    (copy_of_llama / "config.json").write_text(json.dumps(config))
+    return copy_of_llama, plugins
+
+
+def test_a_python_exception_fails_its_step_and_the_worker_goes_on(
+    fragile: tuple[Path, Path], run: Run, answers: Answers
+) -> None:
+    model, plugins = fragile
+    lines = [request("bad", [5, 13], 4), request("good", [5, 6], 4, ignore_eos=True), request("nan", [17], 4)]
+    result = run(model, lines, f"--python_model_path={plugins}", "--max_seqs_per_batch=1")
+    assert result.returncode == 0
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    errors = {event["id"]: event for event in events if "error" in event}
+    assert errors["bad"]["line"] == 1
+    assert errors["bad"]["error"] == {
+        "type": "internal",
+        "message": "ArithmeticError: 13 is not a lucky token",
+    }
+    assert errors["nan"]["error"]["message"] == "the logits of token 1 are not numbers (NaN)"
+    assert len(answers(events)["good"]) == 4
+    assert "fragile.py" in result.stderr  # the traceback
+
+
+def test_what_python_prints_stays_out_of_the_events(fragile: tuple[Path, Path], run: Run, answers: Answers) -> None:
+    model, plugins = fragile
+    code = (plugins / "fragile.py").read_text()
+    (plugins / "fragile.py").write_text(code + 'print("hello from the model")\n')
+    result = run(model, [request("r", [5], 1)], f"--python_model_path={plugins}")
+    assert "hello" not in result.stdout
+    assert answers([json.loads(line) for line in result.stdout.splitlines()]).keys() == {"r"}
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def drop_and_add_tensors(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.extra.weight"] = torch.zeros(2)
+    tensors["lm_head.weight"] = torch.zeros(5, 64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+DAMAGE = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
+    "architecture": (
+        lambda folder: edit_config(folder, architectures=["MambaForCausalLM"], model_type="mamba"),
+        ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"],
+    ),
+    "truncated": (truncate, ["model.safetensors"]),
+    "tensors": (
+        drop_and_add_tensors,
+        [
+            "model.norm.weight",
+            "model.layers.1.mlp.up_proj.weight",
+            "model.extra.weight",
+            "lm_head.weight",
+        ],
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["safetensors"]),
+}
+
+
+@pytest.mark.parametrize(("damage", "parts"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_ends_with_1(
+    copy_of_llama: Path, run: Run, damage: Callable[[Path], None], parts: list[str]
+) -> None:
+    damage(copy_of_llama)
+    result = run(copy_of_llama)
+    assert (result.returncode, result.stdout) == (1, "")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    for part in parts:
+        assert part in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "message"),
+    [
+        (["--max_model_len=1000"], 1, "the limit is the model's max_position_embeddings, 256"),
+        (["--kv_cache_memory=100"], 1, "--kv_cache_memory is 100 bytes; one page of 16 tokens takes 12288"),
+        (["--num_blocks=16777216", "--block_size=1024"], 1, "the limit is 2097151 pages of 1024 tokens"),
+        (["--num_blocks=2000000", "--block_size=1024"], 1, "pages of 1024 tokens does not fit into memory: "),
+        (["--python_model_path=/nowhere"], 1, "--python_model_path: /nowhere is not a directory"),
+        (["--python_executable=/nowhere/python"], 1, "/nowhere/python does not run"),
+        (["--python_graph_backend=magic"], 1, "python_graph_backend is 'magic'"),
+        (["--block_size=sixteen"], 2, "--block_size=sixteen: expected an integer from 1 to 1024"),
+        (["--model_impl=native"], 2, "--model_impl=native: expected python"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_one_error(
+    llama: Path, run: Run, flags: list[str], exit_code: int, message: str
+) -> None:
+    result = run(llama, [], *flags)
+    assert (result.returncode, result.stdout) == (exit_code, "")
+    assert message in result.stderr.splitlines()[-1]
+    assert result.stderr.startswith("error: ")
+
+
+def test_no_such_directory(run: Run) -> None:
+    result = run("/nowhere")
+    assert (result.returncode, result.stderr) == (1, "error: --model=/nowhere is not a directory\n")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 64, reason="the machine has that many devices")
+def test_a_device_that_is_not_there(llama: Path, worker_path: Path) -> None:
+    command = [worker_path, f"--model={llama}", "--device=cuda:64"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1
+    count = torch.cuda.device_count()
+    assert result.stderr == f"error: device cuda:64 is not there: torch sees {count} CUDA devices\n"
