@@ -4,7 +4,32 @@ Owns execution modes, persistent inputs and graph lifecycle. A runner is given t
 it knows nothing else of a model. Importing it touches no device.
 """
 
+from .buckets import parse_buckets, sequence_buckets, token_buckets
+from .choice import CapturingRunner, Choice, RunnerSet
+from .decode import DecodeGraphRunner
 from .eager import EagerRunner
+from .piecewise import PiecewiseGraphRunner
+from .report import CaptureReport
 from .runner import EagerReason, Runner, StepStats
+from .runtime import CaptureError, Graph, GraphRuntime, available_runtimes, create_runtime
 
-__all__ = ["EagerReason", "EagerRunner", "Runner", "StepStats"]
+__all__ = [
+    "CaptureError",
+    "CaptureReport",
+    "CapturingRunner",
+    "Choice",
+    "DecodeGraphRunner",
+    "EagerReason",
+    "EagerRunner",
+    "Graph",
+    "GraphRuntime",
+    "PiecewiseGraphRunner",
+    "Runner",
+    "RunnerSet",
+    "StepStats",
+    "available_runtimes",
+    "create_runtime",
+    "parse_buckets",
+    "sequence_buckets",
+    "token_buckets",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Protocol
 
@@ -22,6 +22,12 @@ class EagerReason(Enum):
     """Why a step ran eagerly. There is no eager step without one of these."""
 
     GRAPHS_OFF = "graphs_off"  # the configuration asks for no graph
+    NOT_WARMED_UP = "not_warmed_up"  # no graph is captured yet
+    OVER_TOKEN_BUDGET = "over_token_budget"  # more tokens than the largest captured bucket
+    # Why a step did not run as one full graph. Such a step is eager only where it cannot run piecewise either.
+    NOT_DECODE = "not_decode"  # only decode steps are captured whole
+    OVER_GRAPH_BUCKETS = "over_graph_buckets"  # more sequences than the largest captured bucket
+    BACKEND_CANNOT_CAPTURE = "backend_cannot_capture"  # the attention backend serves no full graph of decode
 
 
 class StepStats:
@@ -30,12 +36,19 @@ class StepStats:
     def __init__(self) -> None:
         self.steps: Counter[str] = Counter()
         self.eager_reasons: Counter[str] = Counter()
+        self.misses: dict[str, Counter[str]] = {}  # by runner: steps that a graph of another runner served, by reason
 
     def count(self, runner: str, reason: EagerReason | None = None) -> None:
         """Counts one step; `reason` is given exactly when it ran eagerly."""
         self.steps[runner] += 1
         if reason is not None:
             self.eager_reasons[reason.value] += 1
+
+    def count_misses(self, misses: Iterable[tuple[str, EagerReason]]) -> None:
+        """Counts the runners that would have come before the one that ran a step, each with its reason."""
+        for runner, reason in misses:
+            if reason is not EagerReason.NOT_DECODE:  # how it is meant to be
+                self.misses.setdefault(runner, Counter())[reason.value] += 1
 
 
 class Runner(Protocol):

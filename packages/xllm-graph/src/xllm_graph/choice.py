@@ -1,0 +1,143 @@
+"""`RunnerSet`: which runner executes a step, decided before it runs, and what was counted.
+
+Owns the order of preference, the counts and the release of graphs. The decision reads the step's phase and its number
+of tokens, nothing that could differ between ranks, so that all ranks of a group run one step the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from xllm_attention import Phase
+from xllm_metadata import AttentionMetadata
+
+from .report import CaptureReport, OnCapture
+from .runner import EagerReason, Runner, StepStats
+from .runtime import GraphRuntime
+
+
+class CapturingRunner(Runner, Protocol):
+    """A runner that prepares itself before the first step, and serves some steps only."""
+
+    @property
+    def num_captures(self) -> int:
+        """How many sizes `warmup` will capture."""
+        ...
+
+    @property
+    def reports(self) -> Sequence[CaptureReport]:
+        """What each capture cost."""
+        ...
+
+    def refusal(self, phase: Phase, num_tokens: int) -> EagerReason | None:
+        """Why a step cannot run here; None when it can."""
+        ...
+
+    def warmup(self, on_capture: OnCapture | None = None) -> None:
+        """Captures everything."""
+        ...
+
+    def release(self) -> None:
+        """Drops what was captured."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Who runs a step."""
+
+    runner: Runner
+    misses: tuple[tuple[str, EagerReason], ...] = ()  # runners that were preferred, and why each could not
+    eager_reason: EagerReason | None = None  # given exactly when the step runs eagerly
+
+
+class RunnerSet:
+    """Runs every step on the first runner that serves it, else eagerly and for a counted reason.
+
+    Args:
+        eager: serves every step.
+        preferred: in order of preference; warmed up in reverse, since the last one has the largest graphs.
+        runtime: whose pool the graphs share, if any.
+        eager_is_error: a step that none of `preferred` serves is an error instead of an eager step.
+        misses: preferred runners that could not even be made, and why.
+    """
+
+    def __init__(
+        self,
+        eager: Runner,
+        preferred: Sequence[CapturingRunner] = (),
+        *,
+        runtime: GraphRuntime | None = None,
+        eager_is_error: bool = False,
+        misses: Sequence[tuple[str, EagerReason]] = (),
+    ) -> None:
+        self._eager = eager
+        self._preferred = tuple(preferred)
+        self._runtime = runtime
+        self._eager_is_error = eager_is_error
+        self._misses = tuple(misses)
+        self.stats = StepStats()
+
+    @property
+    def num_captures(self) -> int:
+        """How many times `warmup` will call `on_capture`."""
+        return sum(runner.num_captures for runner in self._preferred)
+
+    @property
+    def reports(self) -> tuple[CaptureReport, ...]:
+        """What each capture cost, in capture order."""
+        return tuple(report for runner in reversed(self._preferred) for report in runner.reports)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory of the graphs' pool."""
+        return 0 if self._runtime is None else self._runtime.memory_bytes()
+
+    def warmup(self, on_capture: OnCapture | None = None) -> None:
+        """Captures everything that the preferred runners serve."""
+        for runner in reversed(self._preferred):
+            runner.warmup(on_capture)
+
+    def choose(self, phase: Phase, num_tokens: int) -> Choice:
+        """Who runs a step of this kind and size."""
+        misses = list(self._misses)
+        for runner in self._preferred:
+            reason = runner.refusal(phase, num_tokens)
+            if reason is None:
+                return Choice(runner=runner, misses=tuple(misses))
+            misses.append((runner.name, reason))
+        reason = misses[-1][1] if misses else EagerReason.GRAPHS_OFF
+        return Choice(runner=self._eager, misses=tuple(misses), eager_reason=reason)
+
+    def execute(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Runs one step; see `Runner.execute`.
+
+        Raises:
+            RuntimeError: the step would run eagerly, which `eager_is_error` forbids. Nothing has run then.
+        """
+        choice = self.choose(Phase.of(metadata), tokens.shape[0])
+        if self._eager_is_error and choice.eager_reason not in (None, EagerReason.GRAPHS_OFF):
+            reasons = ", ".join(f"{runner}: {reason.value}" for runner, reason in choice.misses)
+            raise RuntimeError(f"a step of {tokens.shape[0]} tokens would run eagerly ({reasons})")
+        result = choice.runner.execute(tokens, positions, metadata, logits_indices)
+        self.stats.count(choice.runner.name, choice.eager_reason)
+        if choice.eager_reason is None:
+            self.stats.count_misses(choice.misses)
+        return result
+
+    def release(self) -> None:
+        """Drops all graphs, then their memory."""
+        for runner in self._preferred:
+            runner.release()
+        if self._runtime is not None:
+            self._runtime.release()

@@ -1,0 +1,240 @@
+"""`World`: requests over two KV caches, one for graph execution and one for the eager truth.
+
+Owns pages, token ids, the poison and the checks of every step. Runs each step twice and compares everything it can see.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from xllm_attention import Phase
+from xllm_metadata import (
+    FIELDS,
+    AttentionMetadata,
+    BuiltAttentionMetadata,
+    LayerCache,
+    StaticAttentionMetadata,
+    build_attention_metadata,
+    validate,
+)
+
+from ..choice import RunnerSet
+from ..decode import DecodeGraphRunner
+from ..piecewise import PiecewiseGraphRunner
+from .comparison import ConformanceError, as_bytes, check_bits, check_close, check_greedy
+
+Execute = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
+"""(tokens, positions, metadata, logits_indices) -> logits or hidden states, as `Runner.execute`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the world's executors were made for."""
+
+    max_num_seqs: int
+    max_num_tokens: int  # the largest bucket of tokens
+    max_model_len: int
+    page_size: int
+    num_blocks: int
+    vocab_size: int
+
+
+@dataclass(slots=True)
+class _Request:
+    tokens: torch.Tensor  # [max_model_len] int32, host: all it will ever say
+    length: int = 0  # tokens in the cache
+    pages: list[int] = field(default_factory=list)
+
+
+class World:
+    """Requests, by number, whose steps run under graphs and eagerly.
+
+    Args:
+        execute: what is checked; its backend is bound to `caches`.
+        runners: the runners behind `execute`.
+        caches: [layer] -> cache, of the executor that is checked.
+        truth: eager execution over other caches.
+        truth_caches: those.
+        limits: of both.
+        device: of tokens and caches.
+        seed: of all token ids and pages.
+    """
+
+    def __init__(
+        self,
+        execute: Execute,
+        runners: RunnerSet,
+        caches: Sequence[LayerCache],
+        truth: Execute,
+        truth_caches: Sequence[LayerCache],
+        *,
+        limits: Limits,
+        device: torch.device | str,
+        seed: int = 0,
+    ) -> None:
+        self.limits = limits
+        self.runners = runners
+        self.device = torch.device(device)
+        self.random = torch.Generator().manual_seed(seed)
+        self._execute, self._truth = execute, truth
+        self._caches = [tensor for cache in caches for _, tensor in cache.items()]
+        self._truth_caches = [tensor for cache in truth_caches for _, tensor in cache.items()]
+        for tensor in (*self._caches, *self._truth_caches):
+            tensor.fill_(float("nan"))
+        self._free = torch.randperm(limits.num_blocks, generator=self.random).tolist()
+        self._uses: Counter[int] = Counter()  # by page: requests that read it
+        self._requests: dict[int, _Request] = {}
+        self._next = 0
+
+    def add(self, *, like: int | None = None, shared_pages: int = 0) -> int:
+        """A new request; the first pages may be those of the request `like` (a prefix hit)."""
+        text = torch.randint(
+            0, self.limits.vocab_size, (self.limits.max_model_len,), dtype=torch.int32, generator=self.random
+        )
+        request = _Request(tokens=text)
+        if like is not None and shared_pages:
+            other = self._requests[like]
+            request.length = shared_pages * self.limits.page_size
+            if request.length > other.length:
+                raise ValueError(f"request {like} has no {shared_pages} full pages to share")
+            request.tokens[: request.length] = other.tokens[: request.length]
+            request.pages = other.pages[:shared_pages]
+            self._uses.update(request.pages)
+        number, self._next = self._next, self._next + 1
+        self._requests[number] = request
+        return number
+
+    def copy(self, number: int) -> int:
+        """A new request that will say the same, with nothing in the cache yet."""
+        copy = self.add()
+        self._requests[copy].tokens = self._requests[number].tokens.clone()
+        return copy
+
+    def length(self, number: int) -> int:
+        """Tokens of the request in the cache."""
+        return self._requests[number].length
+
+    def drop(self, number: int) -> None:
+        """Ends a request; the pages that no other one shares are poisoned."""
+        pages = self._requests.pop(number).pages
+        self._uses.subtract(pages)
+        unused = [page for page in pages if not self._uses[page]]
+        for tensor in (*self._caches, *self._truth_caches):
+            tensor[unused] = float("nan")
+        self._free += unused
+
+    def step(self, *parts: tuple[int, int], logits: Sequence[int] | None = None) -> torch.Tensor:
+        """Runs one step of (request, number of its next tokens) and checks everything.
+
+        Args:
+            logits: rows whose logits are wanted; by default the last row of every part with tokens.
+
+        Returns:
+            The truth's logits.
+
+        Raises:
+            ConformanceError: what differs.
+        """
+        metadata, tokens, positions = self._build(parts)
+        indices = self._indices(parts) if logits is None else list(logits)
+        rows = torch.tensor(indices, dtype=torch.int64).to(self.device)
+        choice = self.runners.choose(Phase.of(metadata), tokens.shape[0])
+        runner = choice.runner
+        if isinstance(runner, DecodeGraphRunner | PiecewiseGraphRunner):
+            runner.poison_inputs()
+        before = [as_bytes(tensor).clone() for tensor in self._caches]
+        ours = self._execute(tokens, positions, metadata, rows)
+        theirs = self._truth(tokens, positions, metadata, rows)
+        error = check_close("logits", ours, theirs)
+        check_greedy(ours, theirs, error)
+        self._check_caches(metadata, before)
+        if isinstance(runner, DecodeGraphRunner | PiecewiseGraphRunner):
+            self._check_padded(runner)
+        return theirs
+
+    def step_hidden(self, *parts: tuple[int, int]) -> None:
+        """Runs one step that asks for hidden states, and checks those."""
+        metadata, tokens, positions = self._build(parts)
+        ours = self._execute(tokens, positions, metadata, None)
+        check_close("hidden states", ours, self._truth(tokens, positions, metadata, None))
+
+    def _build(self, parts: Sequence[tuple[int, int]]) -> tuple[AttentionMetadata, torch.Tensor, torch.Tensor]:
+        page_size = self.limits.page_size
+        tokens: list[torch.Tensor] = []
+        positions: list[torch.Tensor] = []
+        for number, count in parts:
+            request = self._requests[number]
+            end = request.length + count
+            if end > self.limits.max_model_len:
+                raise ValueError(f"request {number} would reach {end} tokens of {self.limits.max_model_len}")
+            while len(request.pages) * page_size < end:
+                page = self._free.pop()
+                request.pages.append(page)
+                self._uses[page] += 1
+            tokens.append(request.tokens[request.length : end])
+            positions.append(torch.arange(request.length, end, dtype=torch.int32))
+            request.length = end
+        requests = [self._requests[number] for number, _ in parts]
+        metadata = build_attention_metadata(
+            [count for _, count in parts],
+            [request.length for request in requests],
+            [request.pages for request in requests],
+            page_size,
+            self.device,
+        )
+        nothing = torch.zeros(0, dtype=torch.int32)
+        return (
+            metadata,
+            torch.cat([nothing, *tokens]).to(self.device),
+            torch.cat([nothing, *positions]).to(self.device),
+        )
+
+    @staticmethod
+    def _indices(parts: Sequence[tuple[int, int]]) -> list[int]:
+        ends = torch.tensor([count for _, count in parts]).cumsum(0).tolist() if parts else []
+        return [end - 1 for end, (_, count) in zip(ends, parts, strict=True) if count]
+
+    def _check_caches(self, metadata: AttentionMetadata, before: Sequence[torch.Tensor]) -> None:
+        slots = metadata.slot_mapping.long()
+        pages, offsets = slots // self.limits.page_size, slots % self.limits.page_size
+        for layer, (ours, theirs, old) in enumerate(zip(self._caches, self._truth_caches, before, strict=True)):
+            check_close(f"what was written to cache {layer}", ours[pages, offsets], theirs[pages, offsets])
+            now = as_bytes(ours).clone()
+            now[pages, offsets] = old[pages, offsets]
+            if not torch.equal(now, old):
+                raise ConformanceError(f"cache {layer} changed outside of the step's slots")
+
+    def _check_padded(self, runner: DecodeGraphRunner | PiecewiseGraphRunner) -> None:
+        if isinstance(runner, DecodeGraphRunner):
+            size = runner.metadata.slot_mapping.shape[0]
+            try:
+                validate(
+                    _live(runner.metadata),
+                    num_tokens=size,
+                    num_seqs=size,
+                    num_blocks=self.limits.num_blocks,
+                    page_size=self.limits.page_size,
+                )
+            except ValueError as error:
+                raise ConformanceError(f"the padded step breaks the contract: {error}") from error
+        outputs = runner.padded_outputs()
+        names = ("hidden states", "logits")
+        # Copied before the next use of the pool, which owns them.
+        graph = [(name, out.clone()) for name, out in zip(names, outputs, strict=True) if out is not None]
+        for (name, ours), theirs in zip(graph, runner.run_padded_eagerly(), strict=False):
+            if not bool(torch.isfinite(ours).all()):
+                raise ConformanceError(f"{name} of a padding row are not finite")
+            check_bits(name, ours, theirs)
+
+
+def _live(metadata: StaticAttentionMetadata) -> AttentionMetadata:
+    """The padded step with the page indices that it uses; the buffer goes on behind them."""
+    fields = {field.name: getattr(metadata, field.name) for field in FIELDS}
+    fields["paged_kv_indices"] = fields["paged_kv_indices"][: int(metadata.paged_kv_indptr_host[-1])]
+    fields["max_query_len"] = 1  # scalars are not padded: a step without a sequence says 0, its padded rows have 1
+    built: AttentionMetadata = BuiltAttentionMetadata(**fields)
+    return built

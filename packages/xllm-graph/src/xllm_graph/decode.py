@@ -1,0 +1,213 @@
+"""`DecodeGraphRunner`: decode steps as one graph each, by bucket of sequences.
+
+Owns the persistent inputs and metadata, the graphs and their outputs. The plan belongs to the backend, the capture to
+the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from xllm_attention import AttentionBackend, Phase, forward_context
+from xllm_metadata import FIELDS, AttentionMetadata, StaticAttentionMetadata
+
+from .buckets import bucket_for, checked_buckets
+from .idle import empty_step, reading_step
+from .inputs import POISON, TokenInputs
+from .report import CaptureLog, CaptureReport, OnCapture
+from .runner import ComputeLogits, EagerReason, Forward
+from .runtime import Graph, GraphRuntime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    """One bucket's graph and where it leaves its results, memory that the pool's other graphs overwrite."""
+
+    graph: Graph
+    hidden: torch.Tensor  # [bucket, hidden]
+    logits: torch.Tensor | None  # [bucket, vocab]
+    plan_layout: Hashable  # of the plan that was captured
+
+
+class DecodeGraphRunner:
+    """Runs decode steps (one token a sequence) by replaying a graph of the whole model, head included.
+
+    A step is copied into buffers that never move, padded to a bucket with empty sequences as the contract says, planned
+    from its host mirrors, and replayed. See `Runner.execute` for shapes.
+
+    Args:
+        forward: the model's forward.
+        compute_logits: its head.
+        backend: serves its attention layers; caches are bound. Its limits must hold the largest bucket.
+        runtime: captures and replays.
+        buckets: rising numbers of sequences; the last one is the largest step.
+        page_size: tokens a page of the bound caches.
+        logits_in_graph: whether the head is captured; else it runs after the replay, on the selected rows.
+
+    Raises:
+        ValueError: buckets that do not rise or exceed the backend's limits, or a backend that can't capture decode.
+    """
+
+    name = "decode_graph"
+
+    def __init__(
+        self,
+        forward: Forward,
+        compute_logits: ComputeLogits,
+        backend: AttentionBackend,
+        runtime: GraphRuntime,
+        *,
+        buckets: Sequence[int],
+        page_size: int,
+        logits_in_graph: bool = True,
+    ) -> None:
+        self.buckets = checked_buckets(buckets)
+        largest = self.buckets[-1]
+        if Phase.DECODE not in backend.capabilities.full_graph_phases:
+            raise ValueError(f"attention backend {backend.name!r} cannot run decode in a full graph")
+        for name, limit in (("max_num_seqs", backend.max_num_seqs), ("max_num_tokens", backend.max_num_tokens)):
+            if largest > limit:
+                raise ValueError(f"largest graph bucket {largest} exceeds the backend's {name} {limit}")
+        self._forward = forward
+        self._compute_logits = compute_logits
+        self._backend = backend
+        self._runtime = runtime
+        self._page_size = page_size
+        self._logits_in_graph = logits_in_graph
+        self._inputs = TokenInputs(largest, backend.device)
+        # One page-index buffer for all buckets, long enough for the longest sequences in every row.
+        self._metadata = StaticAttentionMetadata(
+            max_num_tokens=largest,
+            max_num_seqs=largest,
+            max_num_pages=largest * -(-backend.max_model_len // page_size),
+            device=backend.device,
+        )
+        self._captured: dict[int, _Captured] = {}
+        self._bucket = 0  # of the last step
+        self._log = CaptureLog(self.name, runtime)
+
+    @property
+    def num_captures(self) -> int:
+        """How many sizes `warmup` captures."""
+        return len(self.buckets)
+
+    @property
+    def reports(self) -> Sequence[CaptureReport]:
+        """What each capture cost, in capture order."""
+        return tuple(self._log.reports)
+
+    @property
+    def metadata(self) -> StaticAttentionMetadata:
+        """The last step as it was planned, padding included."""
+        return self._metadata
+
+    def refusal(self, phase: Phase, num_tokens: int) -> EagerReason | None:
+        """Why a step cannot run here; None when it can. Depends on nothing that differs between ranks."""
+        if phase is not Phase.DECODE:
+            return EagerReason.NOT_DECODE
+        if num_tokens > self.buckets[-1]:
+            return EagerReason.OVER_GRAPH_BUCKETS
+        return None if self._captured else EagerReason.NOT_WARMED_UP
+
+    def warmup(self, on_capture: OnCapture | None = None) -> None:
+        """Captures every bucket, the largest first. Writes nothing to the cache.
+
+        Raises:
+            RuntimeError: called twice; `CaptureError` when the model does what no graph can hold.
+        """
+        with self._log.watching(on_capture), self._runtime.session():
+            for bucket in reversed(self.buckets):
+                with self._log.measure(bucket, lambda: 1):
+                    self._captured[bucket] = self._capture(bucket)
+
+    @torch.no_grad()
+    def execute(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Runs one decode step. Hidden states lie in the graph's memory: valid until the next step.
+
+        Raises:
+            RuntimeError: no graph is captured, or the backend planned the step in another layout than the captured one.
+            ValueError: more sequences than the largest bucket.
+        """
+        num_tokens = tokens.shape[0]
+        bucket = bucket_for(self.buckets, num_tokens)
+        if bucket is None:
+            raise ValueError(f"batch size {num_tokens} exceeds the largest graph bucket {self.buckets[-1]}")
+        captured = self._captured.get(bucket)
+        if captured is None:
+            raise RuntimeError("execute was called before warmup: no graph is captured")
+        self._fill(tokens, positions, metadata, bucket)
+        self._backend.plan(self._metadata, graph=True)
+        if self._backend.plan_layout != captured.plan_layout:
+            raise RuntimeError(
+                f"attention backend {self._backend.name!r} planned bucket {bucket} as {self._backend.plan_layout!r}; "
+                f"its graph was captured as {captured.plan_layout!r}"
+            )
+        captured.graph.replay()
+        if logits_indices is None:
+            return captured.hidden[:num_tokens]
+        if captured.logits is None:
+            return self._compute_logits(captured.hidden, logits_indices)
+        return captured.logits.index_select(0, logits_indices)
+
+    def padded_outputs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states and logits (None outside of the graph) of all rows of the last step, padding included."""
+        captured = self._captured[self._bucket]
+        return captured.hidden, captured.logits
+
+    @torch.no_grad()
+    def run_padded_eagerly(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last step again without its graph: the same padded inputs, the same plan. For checks."""
+        with forward_context(self._backend):
+            hidden = self._forward(*self._inputs.views(self._bucket))
+            return hidden, self._compute_logits(hidden, None)
+
+    def poison_inputs(self) -> None:
+        """Overwrites all that the next step has to fill, so that what it leaves out shows. For checks."""
+        self._inputs.poison()
+        for field in FIELDS:
+            if isinstance(getattr(self._metadata, field.name), torch.Tensor):
+                self._metadata.buffer(field.name).fill_(POISON)
+
+    def release(self) -> None:
+        """Drops the graphs. They go before the runtime's pool and before any process group they captured."""
+        self._captured.clear()
+
+    def _capture(self, bucket: int) -> _Captured:
+        backend, device = self._backend, self._backend.device
+        zeros = torch.zeros(bucket, dtype=torch.int32, device=device)
+        reading = reading_step(
+            bucket, bucket, max_model_len=backend.max_model_len, page_size=self._page_size, chunked=False, device=device
+        )
+        self._fill(zeros, zeros, reading, bucket)
+        backend.plan(self._metadata, graph=True)
+        self._run(bucket)
+        self._fill(zeros[:0], zeros[:0], empty_step(self._page_size, device), bucket)
+        backend.plan(self._metadata, graph=True)
+        self._runtime.begin()
+        hidden, logits = self._run(bucket)
+        graph = self._runtime.end()
+        return _Captured(
+            graph=graph,
+            hidden=self._runtime.borrow(hidden),
+            logits=None if logits is None else self._runtime.borrow(logits),
+            plan_layout=backend.plan_layout,
+        )
+
+    def _run(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with forward_context(self._backend):
+            hidden = self._forward(*self._inputs.views(bucket))
+            return hidden, self._compute_logits(hidden, None) if self._logits_in_graph else None
+
+    def _fill(self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, bucket: int) -> None:
+        self._bucket = bucket
+        self._inputs.fill(tokens, positions, bucket)
+        self._metadata.fill(metadata, num_tokens=bucket, num_seqs=bucket)

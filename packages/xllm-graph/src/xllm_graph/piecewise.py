@@ -1,0 +1,190 @@
+"""`PiecewiseGraphRunner`: any step as a chain of graphs with attention run between them, by bucket of tokens.
+
+Owns the token inputs, the chains and their outputs. How a chain is cut belongs to `pieces`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from xllm_attention import AttentionBackend, Phase, forward_context
+from xllm_metadata import AttentionMetadata
+
+from .buckets import bucket_for, checked_buckets
+from .idle import empty_step, reading_step
+from .inputs import TokenInputs
+from .pieces import PieceCutter, checked_ops
+from .report import CaptureLog, CaptureReport, OnCapture
+from .runner import ComputeLogits, EagerReason, Forward
+from .runtime import GraphRuntime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chain:
+    """One bucket: what a step calls in order, and where it leaves its result."""
+
+    calls: tuple[Callable[[], object], ...]
+    num_graphs: int
+    hidden: torch.Tensor  # [bucket, hidden], memory that the pool's other graphs overwrite
+
+
+class PiecewiseGraphRunner:
+    """Runs any step: prefill, chunks, mixed batches, several tokens a sequence in decode, and plain decode.
+
+    Only token ids and positions are padded. Attention and cache writes see the step's true tokens, and attention's
+    output is 0 in the padded rows. The head runs after the chain, on the selected rows. Shapes: `Runner.execute`.
+
+    Args:
+        forward: the model's forward.
+        compute_logits: its head.
+        backend: serves its attention layers; caches are bound. Its limits must hold the largest bucket.
+        runtime: captures and replays.
+        buckets: rising numbers of tokens; the last one is the largest step.
+        page_size: tokens a page of the bound caches.
+        cut_ops: names such as "xllm::all_reduce_" of ops that run between graphs, besides those tagged
+            `torch.Tag.cudagraph_unsafe`.
+
+    Raises:
+        ValueError: buckets that do not rise or exceed the backend's limit, or an op that does not exist.
+    """
+
+    name = "piecewise"
+
+    def __init__(
+        self,
+        forward: Forward,
+        compute_logits: ComputeLogits,
+        backend: AttentionBackend,
+        runtime: GraphRuntime,
+        *,
+        buckets: Sequence[int],
+        page_size: int,
+        cut_ops: Collection[str] = (),
+    ) -> None:
+        self.buckets = checked_buckets(buckets)
+        if self.buckets[-1] > backend.max_num_tokens:
+            raise ValueError(
+                f"largest graph bucket {self.buckets[-1]} exceeds the backend's max_num_tokens {backend.max_num_tokens}"
+            )
+        self._forward = forward
+        self._compute_logits = compute_logits
+        self._backend = backend
+        self._runtime = runtime
+        self._page_size = page_size
+        self._cut_ops = checked_ops(cut_ops)
+        self._inputs = TokenInputs(self.buckets[-1], backend.device)
+        self._chains: dict[int, _Chain] = {}
+        self._bucket = 0  # of the last step
+        self._log = CaptureLog(self.name, runtime)
+
+    @property
+    def num_captures(self) -> int:
+        """How many sizes `warmup` captures."""
+        return len(self.buckets)
+
+    @property
+    def reports(self) -> Sequence[CaptureReport]:
+        """What each capture cost, in capture order."""
+        return tuple(self._log.reports)
+
+    def refusal(self, phase: Phase, num_tokens: int) -> EagerReason | None:
+        """Why a step cannot run here; None when it can. Depends on nothing that differs between ranks."""
+        if num_tokens > self.buckets[-1]:
+            return EagerReason.OVER_TOKEN_BUDGET
+        return None if self._chains else EagerReason.NOT_WARMED_UP
+
+    def warmup(self, on_capture: OnCapture | None = None) -> None:
+        """Captures every bucket, the largest first. Writes nothing to the cache.
+
+        Raises:
+            RuntimeError: called twice; `CaptureError` when the model does what no graph can hold.
+        """
+        with self._log.watching(on_capture), self._runtime.session():
+            for bucket in reversed(self.buckets):
+                with self._log.measure(bucket, lambda: self._chains[bucket].num_graphs):  # noqa: B023 called at once
+                    self._chains[bucket] = self._capture(bucket)
+
+    @torch.no_grad()
+    def execute(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Runs one step. Hidden states lie in the graph's memory: valid until the next step.
+
+        Raises:
+            RuntimeError: no graph is captured.
+            ValueError: more tokens than the largest bucket.
+        """
+        num_tokens = tokens.shape[0]
+        bucket = bucket_for(self.buckets, num_tokens)
+        if bucket is None:
+            raise ValueError(f"{num_tokens} tokens exceed the largest graph bucket {self.buckets[-1]}")
+        chain = self._chains.get(bucket)
+        if chain is None:
+            raise RuntimeError("execute was called before warmup: no graph is captured")
+        if metadata.slot_mapping.shape[0] != num_tokens:
+            raise ValueError(f"{num_tokens} tokens; the metadata has slots for {metadata.slot_mapping.shape[0]}")
+        self._bucket = bucket
+        self._inputs.fill(tokens, positions, bucket)
+        self._backend.plan(metadata)
+        with forward_context(self._backend):
+            for call in chain.calls:
+                call()
+        if logits_indices is None:
+            return chain.hidden[:num_tokens]
+        return self._compute_logits(chain.hidden, logits_indices)
+
+    def padded_outputs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states of all rows of the last step, padding included; None, as no graph holds logits."""
+        return self._chains[self._bucket].hidden, None
+
+    @torch.no_grad()
+    def run_padded_eagerly(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last step again without its graphs: the same padded inputs, the same plan. For checks."""
+        with forward_context(self._backend):
+            hidden = self._forward(*self._inputs.views(self._bucket))
+            return hidden, self._compute_logits(hidden, None)
+
+    def poison_inputs(self) -> None:
+        """Overwrites all that the next step has to fill, so that what it leaves out shows. For checks."""
+        self._inputs.poison()
+
+    def release(self) -> None:
+        """Drops the graphs. They go before the runtime's pool and before any process group they captured."""
+        self._chains.clear()
+
+    def _capture(self, bucket: int) -> _Chain:
+        zeros = torch.zeros(bucket, dtype=torch.int32, device=self._backend.device)
+        self._inputs.fill(zeros, zeros, bucket)
+        inputs = self._inputs.views(bucket)
+        with forward_context(self._backend):
+            for step in self._reading_steps(bucket):
+                self._backend.plan(step)
+                self._compute_logits(self._forward(*inputs), zeros[: min(bucket, self._backend.max_num_seqs)])
+            self._backend.plan(empty_step(self._page_size, self._backend.device))
+            cutter = PieceCutter(self._runtime, self._cut_ops)
+            with cutter.capture():
+                hidden = self._forward(*inputs)
+        return _Chain(calls=tuple(cutter.calls), num_graphs=cutter.num_graphs, hidden=self._runtime.borrow(hidden))
+
+    def _reading_steps(self, bucket: int) -> list[AttentionMetadata]:
+        """The kinds of step that attention's kernels must be ready for at this size."""
+        backend = self._backend
+        return [
+            reading_step(
+                bucket,
+                num_seqs,
+                max_model_len=backend.max_model_len,
+                page_size=self._page_size,
+                chunked=chunked,
+                device=backend.device,
+            )
+            for num_seqs, chunked in ((1, False), (1, True), (bucket, False))
+            if max(num_seqs, -(-bucket // backend.max_model_len)) <= backend.max_num_seqs
+        ]

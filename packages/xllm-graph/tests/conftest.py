@@ -1,0 +1,152 @@
+"""A toy model with two attention groups, and worlds of it on every runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from xllm_attention import Attention, AttentionBackend, AttentionSpec, create_backend
+from xllm_graph import (
+    DecodeGraphRunner,
+    EagerRunner,
+    GraphRuntime,
+    PiecewiseGraphRunner,
+    RunnerSet,
+    create_runtime,
+    sequence_buckets,
+    token_buckets,
+)
+from xllm_graph.conformance import Limits, World
+from xllm_metadata import LayerCache
+
+SPECS = tuple(
+    AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35, sliding_window=window) for window in (0, 5)
+)
+LIMITS = Limits(max_num_seqs=11, max_num_tokens=24, max_model_len=26, page_size=4, num_blocks=96, vocab_size=50)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests run where they are asked for, and fail there without a GPU; elsewhere they are no part of the suite."""
+    if "gpu" not in config.option.markexpr:
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class ToyModel(nn.Module):
+    """Embedding, one attention layer for each spec, and a head. T tokens."""
+
+    def __init__(self, specs: Sequence[AttentionSpec] = SPECS, vocab_size: int = 50) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 32)
+        self.qkv = nn.ModuleList(nn.Linear(32, 64) for _ in specs)
+        self.o = nn.ModuleList(nn.Linear(32, 32) for _ in specs)
+        self.attn = nn.ModuleList(Attention(spec, i) for i, spec in enumerate(specs))
+        self.head = nn.Linear(32, vocab_size)
+        self.register_buffer("frequencies", torch.arange(1, 33) / 32)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """tokens, positions [T] -> hidden [T, 32]."""
+        hidden = self.embed(tokens) + torch.sin(positions[:, None] * self.frequencies)
+        for qkv, o, attn in zip(self.qkv, self.o, self.attn, strict=True):
+            q, k, v = qkv(hidden).split([32, 16, 16], dim=-1)
+            hidden = hidden + torch.tanh(o(attn(q, k, v)))
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [T, 32] -> [n, vocab]."""
+        return self.head(hidden if indices is None else hidden.index_select(0, indices))
+
+
+@dataclass(slots=True)
+class Setup:
+    """Everything behind a world, for tests that reach into it."""
+
+    model: ToyModel
+    backend: AttentionBackend
+    runtime: GraphRuntime
+    runners: RunnerSet
+    decode: DecodeGraphRunner
+    piecewise: PiecewiseGraphRunner
+    world: World
+
+
+MakeSetup = Callable[..., Setup]
+
+
+def make_backend(device: str, specs: Sequence[AttentionSpec]) -> tuple[AttentionBackend, list[LayerCache]]:
+    backend = create_backend(
+        "torch",
+        specs,
+        device=device,
+        dtype=torch.float32,
+        max_num_seqs=sequence_buckets(LIMITS.max_num_seqs)[-1],
+        max_num_tokens=token_buckets(LIMITS.max_num_tokens)[-1],
+        max_model_len=LIMITS.max_model_len,
+    )
+    shapes = [(LIMITS.num_blocks, LIMITS.page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
+    caches = [LayerCache(k=torch.zeros(s, device=device), v=torch.zeros(s, device=device)) for s in shapes]
+    backend.bind_kv_caches(caches)
+    return backend, caches
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("recorded", "cpu"), id="recorded"),
+        pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """(runtime, device)."""
+    value: tuple[str, str] = request.param
+    return value
+
+
+@pytest.fixture
+def make_setup(place: tuple[str, str]) -> MakeSetup:
+    """Makes a setup; `warm=False` leaves the capture to the test, `model` replaces the toy model."""
+
+    def make(
+        *, warm: bool = True, model: ToyModel | None = None, cut_ops: Sequence[str] = (), logits_in_graph: bool = True
+    ) -> Setup:
+        runtime_name, device = place
+        torch.manual_seed(0)
+        model = (model or ToyModel()).to(device)
+        specs = [layer.spec for layer in model.attn]
+        backend, caches = make_backend(device, specs)
+        truth_backend, truth_caches = make_backend(device, specs)
+        runtime = create_runtime(runtime_name, device)
+        common = (model, model.compute_logits, backend, runtime)
+        decode = DecodeGraphRunner(
+            *common,
+            buckets=sequence_buckets(LIMITS.max_num_seqs),
+            page_size=LIMITS.page_size,
+            logits_in_graph=logits_in_graph,
+        )
+        piecewise = PiecewiseGraphRunner(
+            *common, buckets=token_buckets(LIMITS.max_num_tokens), page_size=LIMITS.page_size, cut_ops=cut_ops
+        )
+        eager = EagerRunner(model, model.compute_logits, backend)
+        runners = RunnerSet(eager, [decode, piecewise], runtime=runtime)
+        if warm:
+            runners.warmup()
+        truth = EagerRunner(model, model.compute_logits, truth_backend)
+        world = World(runners.execute, runners, caches, truth.execute, truth_caches, limits=LIMITS, device=device)
+        return Setup(
+            model=model, backend=backend, runtime=runtime, runners=runners, decode=decode, piecewise=piecewise,
+            world=world,
+        )  # fmt: skip
+
+    return make
