@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from ..ops import all_reduce_
+from ..ops import all_reduce_, linear
 from .parallel import Part, PartitionedModule, Segment, TensorParallel, row_parts
 
 
@@ -31,7 +30,7 @@ class MergedLinear(PartitionedModule):
         return row_parts(self.segments, *((self.in_features,) if name == "weight" else ()))
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class ColumnLinear(MergedLinear):
@@ -117,6 +116,6 @@ class RowLinear(PartitionedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return functional.linear(x, self.weight, self.bias)
-        out = all_reduce_(functional.linear(x, self.weight), self.tp.group)
+            return linear(x, self.weight, self.bias)
+        out = all_reduce_(linear(x, self.weight), self.tp.group)
         return out if self.bias is None else out + self.bias

@@ -9,26 +9,28 @@ from ..ops import fused_add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x [..., size] -> the same shape, contiguous."""
+    """x [..., size] -> the same shape, contiguous. With `unit_offset` the weight is a difference from 1."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
         super().__init__()
         self.eps = eps
+        self.unit_offset = unit_offset
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.unit_offset)
 
 
 class ResidualRMSNorm(nn.Module):
     """(x, residual) -> (norm of x + residual, x + residual). Without a residual (at the first layer) x begins one."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
         super().__init__()
         self.eps = eps
+        self.unit_offset = unit_offset
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return fused_add_rms_norm(x, residual, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, self.unit_offset), x
+        return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset)

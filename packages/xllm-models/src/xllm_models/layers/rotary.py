@@ -10,12 +10,13 @@ import math
 import torch
 from torch import nn
 
-from ..ops import rotary
+from ..ops import qk_norm_rope, rotary
 from ..rope_config import RopeConfig
+from .norm import RMSNorm
 
 
 class RotaryEmbedding(nn.Module):
-    """q [T, H, D], k [T, K, D] at positions [T] -> both rotated.
+    """q [T, H, D], k [T, K, D] at positions [T] -> both rotated, after the norms of their heads where there are any.
 
     The table `cos_sin` [P, R] stays fp32 whatever the model's dtype. It is made on the CPU, so that every device
     reads the same values.
@@ -27,8 +28,19 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("cos_sin", rotary_table(rope, head_dim, num_positions), persistent=False)
 
-    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotary(q, k, positions, self.cos_sin)
+    def forward(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if norms is None:
+            return rotary(q, k, positions, self.cos_sin)
+        q_norm, k_norm = norms
+        return qk_norm_rope(
+            q, k, q_norm.weight, k_norm.weight, positions, self.cos_sin, q_norm.eps, q_norm.unit_offset
+        )
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:

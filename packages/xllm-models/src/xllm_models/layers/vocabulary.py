@@ -5,12 +5,19 @@ The vocabulary is padded up to the ranks, then cut, so any size serves any numbe
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ..ops import all_gather, all_reduce_
+from ..ops import all_gather, all_reduce_, linear
 from .parallel import Part, PartitionedModule, TensorParallel, row_parts
+
+
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype, device="cpu"))
 
 
 class _VocabularyRows(PartitionedModule):
@@ -29,12 +36,19 @@ class _VocabularyRows(PartitionedModule):
 
 
 class VocabularyEmbedding(_VocabularyRows):
-    """input_ids [T] int32 or int64, each below V -> [T, hidden]."""
+    """input_ids [T] int32 or int64, each below V -> [T, hidden], times `scale` rounded to the weights' dtype."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, tp: TensorParallel) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, tp: TensorParallel) -> None:
         super().__init__(vocab_size, hidden_size, tp)
+        self.scale = scale
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        rows = self._rows(input_ids)
+        if self.scale == 1.0:
+            return rows
+        return rows * _rounded(self.scale, rows.dtype)
+
+    def _rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return functional.embedding(input_ids, self.weight)
         local = input_ids - self.segment.start
@@ -44,7 +58,10 @@ class VocabularyEmbedding(_VocabularyRows):
 
 
 class LMHead(_VocabularyRows):
-    """hidden [n, hidden] -> logits [n, V] on every rank. `tied` shares the embedding's rows."""
+    """hidden [n, hidden] -> logits [n, V] on every rank. `tied` shares the embedding's rows.
+
+    `soft_cap` c > 0 bounds the logits: c * tanh(logits / c). `divisor` divides them.
+    """
 
     def __init__(
         self,
@@ -52,14 +69,26 @@ class LMHead(_VocabularyRows):
         hidden_size: int,
         *,
         tied: VocabularyEmbedding | None = None,
+        soft_cap: float = 0.0,
+        divisor: float = 1.0,
         tp: TensorParallel,
     ) -> None:
         super().__init__(vocab_size, hidden_size, tp)
+        self.soft_cap = soft_cap
+        self.divisor = divisor
         if tied is not None:
             self.weight = tied.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = functional.linear(hidden, self.weight)
+        logits = self._logits(hidden)
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        if self.soft_cap:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = linear(hidden, self.weight)
         if self.tp.size == 1:
             return logits
         num_rows, num_columns = logits.shape

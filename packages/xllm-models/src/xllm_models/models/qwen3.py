@@ -66,7 +66,7 @@ class Qwen3Attention(nn.Module):
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv_proj(hidden)  # [T, H, D], [T, K, D], [T, K, D]
-        q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
+        q, k = self.rotary_emb(positions, q, k, (self.q_norm, self.k_norm))
         out: torch.Tensor = self.o_proj(self.attn(q, k, v).flatten(1))
         return out
 

@@ -6,15 +6,21 @@ their argument.
 
 from __future__ import annotations
 
-from .activation import silu_and_mul
+from .activation import gelu_and_mul, silu_and_mul
 from .collectives import all_gather, all_reduce_, register_group, unregister_group
+from .linear import linear
+from .moe import moe
 from .norm import fused_add_rms_norm, rms_norm
-from .rotary import rotary
+from .rotary import qk_norm_rope, rotary
 
 __all__ = [
     "all_gather",
     "all_reduce_",
     "fused_add_rms_norm",
+    "gelu_and_mul",
+    "linear",
+    "moe",
+    "qk_norm_rope",
     "register_group",
     "rms_norm",
     "rotary",

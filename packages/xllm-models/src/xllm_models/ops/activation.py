@@ -10,22 +10,39 @@ from torch.nn import functional
 from .library import define_op
 
 
-def _half(x: torch.Tensor) -> int:
+def _half(name: str, x: torch.Tensor) -> int:
     if x.shape[-1] % 2:
-        raise ValueError(f"silu_and_mul needs an even last dimension, got {x.shape[-1]}")
+        raise ValueError(f"{name} needs an even last dimension, got {x.shape[-1]}")
     return x.shape[-1] // 2
 
 
 def _silu_and_mul_torch(x: torch.Tensor) -> torch.Tensor:
-    half = _half(x)
+    half = _half("silu_and_mul", x)
     return (functional.silu(x[..., :half]) * x[..., half:]).contiguous()
 
 
 def _silu_and_mul_fake(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], _half(x)))
+    return x.new_empty((*x.shape[:-1], _half("silu_and_mul", x)))
 
 
-_silu_and_mul = define_op("silu_and_mul(Tensor x) -> Tensor", _silu_and_mul_torch, _silu_and_mul_fake)
+def _gelu_and_mul_torch(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    half = _half("gelu_and_mul", x)
+    return (functional.gelu(x[..., :half], approximate=approximate) * x[..., half:]).contiguous()
+
+
+def _gelu_and_mul_fake(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], _half("gelu_and_mul", x)))
+
+
+_silu_and_mul = define_op(
+    "silu_and_mul(Tensor x) -> Tensor", _silu_and_mul_torch, _silu_and_mul_fake, triton="activation:silu_and_mul"
+)
+_gelu_and_mul = define_op(
+    "gelu_and_mul(Tensor x, str approximate) -> Tensor",
+    _gelu_and_mul_torch,
+    _gelu_and_mul_fake,
+    triton="activation:gelu_and_mul",
+)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -34,3 +51,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     silu is rounded to x's dtype before the product, as in HF transformers. An odd last dimension is a ValueError.
     """
     return cast(torch.Tensor, _silu_and_mul(x))
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """gelu(gate) * up for x = [gate, up]: x [..., 2N] -> [..., N], contiguous.
+
+    approximate: "none" is x * Phi(x) with the error function, "tanh" its usual approximation (arXiv:1606.08415); any
+    other is a RuntimeError. gelu is rounded to x's dtype before the product. An odd last dimension is a ValueError.
+    """
+    return cast(torch.Tensor, _gelu_and_mul(x, approximate))

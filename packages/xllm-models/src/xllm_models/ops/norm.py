@@ -14,51 +14,66 @@ import torch
 from .library import define_op
 
 
-def _rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool) -> torch.Tensor:
+    """The formula of `rms_norm` in plain torch, of any strides."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight * normed.to(x.dtype)).contiguous()
+    if unit_offset:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)
 
 
-def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
+    return normalize(x, weight, eps, unit_offset).contiguous()
+
+
+def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
 def _fused_add_rms_norm_torch(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = (x + residual).contiguous()
-    return _rms_norm_torch(total, weight, eps), total
+    return _rms_norm_torch(total, weight, eps, unit_offset), total
 
 
 def _fused_add_rms_norm_fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-_rms_norm = define_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm_torch, _rms_norm_fake)
+_rms_norm = define_op(
+    "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> Tensor",
+    _rms_norm_torch,
+    _rms_norm_fake,
+    triton="norm:rms_norm",
+)
 _fused_add_rms_norm = define_op(
-    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool unit_offset=False)"
+    " -> (Tensor, Tensor)",
     _fused_add_rms_norm_torch,
     _fused_add_rms_norm_fake,
+    triton="norm:fused_add_rms_norm",
 )
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
 
     x [..., N], any strides; weight [N] in x's dtype; the result is contiguous. The norm is taken in fp32, rounded
-    to x's dtype, then multiplied by the weight in that dtype: the order of roundings that HF transformers has.
+    to x's dtype, then multiplied by the weight in that dtype: the order of roundings that HF transformers has for
+    Llama. With `unit_offset` the factor is 1 + weight and all is rounded once at the end, as it has for Gemma.
     """
-    return cast(torch.Tensor, _rms_norm(x, weight, eps))
+    return cast(torch.Tensor, _rms_norm(x, weight, eps, unit_offset))
 
 
 def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x + residual, and the sum itself (rounded to x's dtype) as the next residual.
 
-    x, residual [..., N]; weight [N]; both results are new and contiguous.
+    x, residual [..., N]; weight [N]; both results are new and contiguous. `unit_offset` as in `rms_norm`.
     """
-    return cast(tuple[torch.Tensor, torch.Tensor], _fused_add_rms_norm(x, residual, weight, eps))
+    return cast(tuple[torch.Tensor, torch.Tensor], _fused_add_rms_norm(x, residual, weight, eps, unit_offset))

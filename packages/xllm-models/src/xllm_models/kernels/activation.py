@@ -1,0 +1,69 @@
+# mypy: disallow-untyped-decorators=False
+"""Gated activations in Triton. Formulas and roundings are those of `ops.activation`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launcher import Launcher, power_of_two
+
+
+@triton.jit
+def _activate(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """fp32 -> fp32; KIND is "silu", "tanh" (gelu, approximated) or "none" (gelu)."""
+    if KIND == "silu":
+        return gate * tl.sigmoid(gate)
+    elif KIND == "tanh":
+        # 0.5 * (1 + tanh(u)) is sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 * x^3).
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+
+
+@triton.jit
+def _gated_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.constexpr,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0)
+    up = tl.load(x + row * x_stride + size + columns, mask=mask, other=0.0)
+    active = _activate(gate.to(tl.float32), KIND).to(gate.dtype)
+    tl.store(out + row * size + columns, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
+
+
+_launch = Launcher(_gated_kernel, num_warps=4)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `ops.silu_and_mul`."""
+    return _gated("silu_and_mul", x, "silu")
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """See `ops.gelu_and_mul`."""
+    if approximate not in ("none", "tanh"):
+        raise RuntimeError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    return _gated("gelu_and_mul", x, approximate)
+
+
+def _gated(name: str, x: torch.Tensor, kind: str) -> torch.Tensor:
+    if x.shape[-1] % 2:
+        raise ValueError(f"{name} needs an even last dimension, got {x.shape[-1]}")
+    size = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    if rows.shape[0]:
+        block = min(power_of_two(size), 1024)
+        _launch((rows.shape[0], -(-size // block), 1), (rows, out), (), (rows.stride(0), size, block, kind))
+    return out

@@ -1,0 +1,192 @@
+# mypy: disallow-untyped-decorators=False
+"""Mixture of experts in Triton: two grouped products over the (token, expert) pairs, sorted by expert.
+
+The host learns no count: tiles are laid out on the device, as many as the shapes could need, and those beyond the
+last one end at once. Routing is that of `ops.moe`. T tokens, k experts a token, P = T * k pairs, E experts, N hidden,
+I features of one expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..ops.moe import route
+from .launcher import Launcher
+
+
+@triton.jit
+def _tile_pairs(
+    order: tl.tensor, pair_ends: tl.tensor, tile_ends: tl.tensor, tile: tl.tensor, expert: tl.tensor, ROWS: tl.constexpr
+):
+    """A tile's places in the sorted order, which of them exist, and the pairs that are there."""
+    tiles_before = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
+    first = tl.load(pair_ends + expert - 1, mask=expert > 0, other=0)
+    places = first + (tile - tiles_before) * ROWS + tl.arange(0, ROWS)
+    inside = places < tl.load(pair_ends + expert)
+    return places, inside, tl.load(order + places, mask=inside, other=0)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x: tl.tensor,
+    gate_up: tl.tensor,
+    order: tl.tensor,
+    pair_ends: tl.tensor,
+    tile_ends: tl.tensor,
+    tile_experts: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.constexpr,
+    num_experts: tl.constexpr,
+    hidden: tl.constexpr,
+    features: tl.constexpr,
+    top_k: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out [P, I] in sorted order: silu(gate) * up."""
+    tile = tl.program_id(0)
+    expert = tl.load(tile_experts + tile)
+    if expert >= num_experts:
+        return
+    places, inside, pairs = _tile_pairs(order, pair_ends, tile_ends, tile, expert, ROWS)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = columns < features
+    rows = x + (pairs // top_k).to(tl.int64)[:, None] * x_stride
+    gate_start = gate_up + (expert.to(tl.int64) * 2 * features + columns)[None, :] * hidden
+    up_start = gate_start + features * hidden
+    gate = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    up = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    for begin in range(0, hidden, BLOCK_K):
+        inner = begin + tl.arange(0, BLOCK_K)
+        w_mask = (inner < hidden)[:, None] & wanted[None, :]
+        value = tl.load(rows + inner[None, :], mask=inside[:, None] & (inner < hidden)[None, :], other=0.0)
+        gate = tl.dot(value, tl.load(gate_start + inner[:, None], mask=w_mask, other=0.0), gate, input_precision=PRECISION)
+        up = tl.dot(value, tl.load(up_start + inner[:, None], mask=w_mask, other=0.0), up, input_precision=PRECISION)
+    dtype = out.dtype.element_ty
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    active = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    target = out + places.to(tl.int64)[:, None] * features + columns[None, :]
+    tl.store(target, (active * up).to(dtype), mask=inside[:, None] & wanted[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    inner_values: tl.tensor,
+    down: tl.tensor,
+    weights: tl.tensor,
+    order: tl.tensor,
+    pair_ends: tl.tensor,
+    tile_ends: tl.tensor,
+    tile_experts: tl.tensor,
+    out: tl.tensor,
+    num_experts: tl.constexpr,
+    hidden: tl.constexpr,
+    features: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out [P, N] in the pairs' own order: the weighted output of each pair's expert."""
+    tile = tl.program_id(0)
+    expert = tl.load(tile_experts + tile)
+    if expert >= num_experts:
+        return
+    places, inside, pairs = _tile_pairs(order, pair_ends, tile_ends, tile, expert, ROWS)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = columns < hidden
+    rows = inner_values + places.to(tl.int64)[:, None] * features
+    start = down + (expert.to(tl.int64) * hidden + columns)[None, :] * features
+    total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    for begin in range(0, features, BLOCK_K):
+        inner = begin + tl.arange(0, BLOCK_K)
+        value = tl.load(rows + inner[None, :], mask=inside[:, None] & (inner < features)[None, :], other=0.0)
+        w_mask = (inner < features)[:, None] & wanted[None, :]
+        total = tl.dot(value, tl.load(start + inner[:, None], mask=w_mask, other=0.0), total, input_precision=PRECISION)
+    dtype = out.dtype.element_ty
+    weight = tl.load(weights + pairs, mask=inside, other=0.0).to(tl.float32)
+    weighted = total.to(dtype).to(tl.float32) * weight[:, None]
+    target = out + pairs.to(tl.int64)[:, None] * hidden + columns[None, :]
+    tl.store(target, weighted.to(dtype), mask=inside[:, None] & wanted[None, :])
+
+
+_launch_gate_up = Launcher(_gate_up_kernel, num_warps=4)
+_launch_down = Launcher(_down_kernel, num_warps=4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiles:
+    """How the sorted pairs are cut into tiles of at most `rows` pairs of one expert; int32, on the device."""
+
+    rows: int
+    count: int  # tiles launched: the most there can be
+    order: torch.Tensor  # [P] the pair at each place of the sorted order
+    pair_ends: torch.Tensor  # [E] the place behind each expert's last pair
+    tile_ends: torch.Tensor  # [E] the tile behind each expert's last one
+    experts: torch.Tensor  # [count] each tile's expert; E for a tile that is not needed
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.order, self.pair_ends, self.tile_ends, self.experts
+
+
+def _lay_out(experts: torch.Tensor, num_experts: int) -> _Tiles:
+    """experts [P] int64, the expert of each pair."""
+    num_pairs = experts.shape[0]
+    rows = 16 if num_pairs < 32 * num_experts else 64
+    count = num_pairs // rows + min(num_pairs, num_experts)
+    ordered, order = experts.sort(stable=True)
+    indices = torch.arange(num_experts, device=experts.device)
+    pair_ends = torch.searchsorted(ordered, indices, right=True, out_int32=True)
+    counts = torch.diff(pair_ends, prepend=pair_ends.new_zeros(1))
+    tile_ends = ((counts + (rows - 1)) // rows).cumsum(0, dtype=torch.int32)
+    tiles = torch.arange(count, device=experts.device, dtype=torch.int32)
+    return _Tiles(
+        rows=rows,
+        count=count,
+        order=order.int(),
+        pair_ends=pair_ends,
+        tile_ends=tile_ends,
+        experts=torch.searchsorted(tile_ends, tiles, right=True, out_int32=True),
+    )
+
+
+def moe(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    top_k: int,
+    normalize: bool,
+) -> torch.Tensor:
+    """See `ops.moe`; weights contiguous."""
+    num_tokens, hidden = x.shape
+    num_experts, _, features = down.shape
+    if not num_tokens:
+        return torch.empty_like(x)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weights, experts = route(router_logits, top_k, normalize)
+    tiles = _lay_out(experts.flatten(), num_experts)
+    inner = torch.empty((num_tokens * top_k, features), dtype=x.dtype, device=x.device)
+    outer = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    block_n, block_k = 64, 64
+    _launch_gate_up(
+        (tiles.count, -(-features // block_n), 1),
+        (x, gate_up, *tiles.tensors, inner),
+        (),
+        (x.stride(0), num_experts, hidden, features, top_k, tiles.rows, block_n, block_k, precision),
+    )
+    _launch_down(
+        (tiles.count, -(-hidden // block_n), 1),
+        (inner, down, weights.contiguous(), *tiles.tensors, outer),
+        (),
+        (num_experts, hidden, features, tiles.rows, block_n, block_k, precision),
+    )
+    return outer.view(num_tokens, top_k, hidden).sum(1, dtype=torch.float32).to(x.dtype)

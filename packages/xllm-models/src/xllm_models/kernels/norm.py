@@ -1,0 +1,82 @@
+# mypy: disallow-untyped-decorators=False
+"""Root mean square norms in Triton: one program a row. The formula and its roundings are those of `ops.norm`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launcher import Launcher, num_warps_for, power_of_two
+
+
+@triton.jit
+def _norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    eps: tl.tensor,
+    x_stride: tl.constexpr,
+    residual_stride: tl.constexpr,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < size
+    dtype = out.dtype.element_ty
+    factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        before = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        rounded = (value + before).to(dtype)
+        tl.store(total + row * size + columns, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, axis=0) / size + eps)
+    if UNIT_OFFSET:
+        result = normed * (1.0 + factor)
+    else:
+        result = factor * normed.to(dtype).to(tl.float32)
+    tl.store(out + row * size + columns, result.to(dtype), mask=mask)
+
+
+_launch = Launcher(_norm_kernel)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
+    """See `ops.rms_norm`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = _rows(x)
+    if rows.shape[0]:
+        size = rows.shape[1]
+        block = power_of_two(size)
+        constants = (rows.stride(0), 0, size, block, False, unit_offset)
+        tensors = (rows, rows, weight, out, out)
+        _launch((rows.shape[0], 1, 1), tensors, (eps,), constants, num_warps=num_warps_for(block))
+    return out
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.fused_add_rms_norm`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, before = _rows(x), _rows(residual)
+    if rows.shape[0]:
+        size = rows.shape[1]
+        block = power_of_two(size)
+        constants = (rows.stride(0), before.stride(0), size, block, True, unit_offset)
+        tensors = (rows, before, weight, out, total)
+        _launch((rows.shape[0], 1, 1), tensors, (eps,), constants, num_warps=num_warps_for(block))
+    return out, total
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as [T, N] with adjacent features; a copy only where its strides leave no other way."""
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
