@@ -6,6 +6,7 @@ it knows nothing else of a model. Importing it touches no device.
 
 from .buckets import parse_buckets, sequence_buckets, token_buckets
 from .choice import CapturingRunner, Choice, RunnerSet
+from .compiled import CompiledRunner, GraphPass, compiler_names
 from .decode import DecodeGraphRunner
 from .eager import EagerRunner
 from .piecewise import PiecewiseGraphRunner
@@ -18,16 +19,19 @@ __all__ = [
     "CaptureReport",
     "CapturingRunner",
     "Choice",
+    "CompiledRunner",
     "DecodeGraphRunner",
     "EagerReason",
     "EagerRunner",
     "Graph",
+    "GraphPass",
     "GraphRuntime",
     "PiecewiseGraphRunner",
     "Runner",
     "RunnerSet",
     "StepStats",
     "available_runtimes",
+    "compiler_names",
     "create_runtime",
     "parse_buckets",
     "sequence_buckets",

@@ -127,6 +127,11 @@ class World:
             tensor[unused] = float("nan")
         self._free += unused
 
+    def clear(self) -> None:
+        """Ends every request."""
+        for number in list(self._requests):
+            self.drop(number)
+
     def step(self, *parts: tuple[int, int], logits: Sequence[int] | None = None) -> torch.Tensor:
         """Runs one step of (request, number of its next tokens) and checks everything.
 

@@ -1,0 +1,175 @@
+"""`CompiledRunner`: runs the model as one graph of torch.compile.
+
+Owns the call of torch.compile, the passes and the count of compilations. What a graph becomes belongs to the compiler
+that is named; attention and collectives stay the opaque ops they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from xllm_attention import AttentionBackend, Phase, forward_context
+from xllm_metadata import AttentionMetadata
+
+from .idle import reading_step
+from .inputs import TokenInputs
+from .report import CaptureReport, OnCapture
+from .runner import ComputeLogits, EagerReason, Forward
+
+GraphPass = Callable[[torch.fx.GraphModule], None]
+"""Changes a graph of torch-level calls in place, before the compiler sees it; it is recompiled and linted after."""
+
+_MIN_TOKENS = 2  # sizes 0 and 1 are constants to the compiler: such steps are padded
+
+
+def compiler_names() -> tuple[str, ...]:
+    """Names of torch.compile backends in this environment, debugging ones included."""
+    return tuple(torch.compiler.list_backends(exclude_tags=()))
+
+
+class CompiledRunner:
+    """Runs steps of any kind and size through one compiled forward pass; the head runs eagerly on the selected rows.
+
+    See `Runner.execute` for shapes.
+
+    Args:
+        forward: the model's forward.
+        compute_logits: its head.
+        backend: serves its attention layers; caches are bound.
+        compiler: one of `compiler_names()`.
+        page_size: tokens a page of the bound caches.
+        passes: applied in order to every graph.
+
+    Raises:
+        ValueError: an unknown compiler.
+    """
+
+    name = "compiled"
+    num_captures = 1
+
+    def __init__(
+        self,
+        forward: Forward,
+        compute_logits: ComputeLogits,
+        backend: AttentionBackend,
+        *,
+        compiler: str,
+        page_size: int,
+        passes: Sequence[GraphPass] = (),
+    ) -> None:
+        if compiler not in compiler_names():
+            raise ValueError(f"no torch.compile backend {compiler!r}; available are {sorted(compiler_names())}")
+        self._compile = torch._dynamo.lookup_backend(compiler)
+        self._passes = tuple(passes)
+        self._compute_logits = compute_logits
+        self._backend = backend
+        self._page_size = page_size
+        self._inputs = TokenInputs(_MIN_TOKENS, backend.device)
+        self._forward = torch.compile(
+            forward, backend=self._compile_graph, fullgraph=True, options={"guard_filter_fn": _keep_guards}
+        )
+        self._warm = False
+        self.num_compilations = 0
+        self.reports: tuple[CaptureReport, ...] = ()
+
+    def refusal(self, phase: Phase, num_tokens: int) -> EagerReason | None:
+        """Why a step cannot run here; None when it can."""
+        return None if self._warm else EagerReason.NOT_WARMED_UP
+
+    def warmup(self, on_capture: OnCapture | None = None) -> None:
+        """Compiles, and runs steps of several kinds and sizes, none of which may compile again later.
+
+        Raises:
+            RuntimeError: called twice.
+        """
+        if self._warm:
+            raise RuntimeError("warmup of compiled was called before: the model is compiled once")
+        start = time.perf_counter()
+        backend = self._backend
+        largest = min(backend.max_num_tokens, backend.max_model_len * backend.max_num_seqs)
+        # The first size must not be one that the compiler could take for a constant of the model.
+        for num_tokens in dict.fromkeys((min(largest, 7), min(largest, _MIN_TOKENS), largest)):
+            for chunked in (False, True):
+                self._run_idle(num_tokens, chunked=chunked)
+        self._warm = True
+        report = CaptureReport(
+            runner=self.name,
+            size=largest,
+            num_graphs=self.num_compilations,
+            seconds=time.perf_counter() - start,
+            memory_bytes=0,
+        )
+        self.reports = (report,)
+        if on_capture is not None:
+            on_capture(report)
+
+    # Grad mode is part of what was compiled: it must be the same in every thread.
+    @torch.no_grad()
+    def execute(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Runs one step.
+
+        Raises:
+            RuntimeError: not warmed up, or the step would compile again.
+        """
+        if not self._warm:
+            raise RuntimeError("execute was called before warmup: nothing is compiled")
+        num_tokens = tokens.shape[0]
+        self._backend.plan(metadata)
+        if num_tokens < _MIN_TOKENS:
+            self._inputs.fill(tokens, positions, _MIN_TOKENS)
+            tokens, positions = self._inputs.views(_MIN_TOKENS)
+        with forward_context(self._backend):
+            hidden = self._forward(tokens, positions)
+        if logits_indices is None:
+            return hidden[:num_tokens]
+        return self._compute_logits(hidden, logits_indices)
+
+    def release(self) -> None:
+        """Drops the compiled forward."""
+        self._warm = False
+
+    @torch.no_grad()
+    def _run_idle(self, num_tokens: int, *, chunked: bool) -> None:
+        backend = self._backend
+        step = reading_step(
+            num_tokens, 1, max_model_len=backend.max_model_len, page_size=self._page_size, chunked=chunked,
+            device=backend.device,
+        )  # fmt: skip
+        backend.plan(step)
+        tokens = torch.zeros(num_tokens, dtype=torch.int32, device=backend.device)
+        positions = torch.zeros_like(tokens)
+        for tensor in (tokens, positions):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        with forward_context(backend):
+            hidden = self._forward(tokens, positions)
+            self._compute_logits(hidden, tokens[:1])
+
+    def _compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self._warm:
+            raise RuntimeError("the model would be compiled again after warm-up")
+        self.num_compilations += 1
+        for change in self._passes:
+            change(module)
+            module.graph.lint()
+            module.recompile()
+        compiled: Callable[..., Any] = self._compile(module, list(example_inputs))
+        return compiled
+
+
+def _keep_guards(guards: Sequence[Any]) -> list[bool]:
+    """Which conditions are checked before the compiled code is used again.
+
+    Not those on the state of the calling thread, such as its number of CPU threads: it has no name, and the runner sets
+    what matters of it. All conditions on tensors, shapes and the model stay.
+    """
+    return [bool(guard.name) or guard.guard_type == "SHAPE_ENV" for guard in guards]

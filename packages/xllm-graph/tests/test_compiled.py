@@ -1,0 +1,111 @@
+"""CompiledRunner: equal to eager, compiled once, and never again from any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from xllm_graph import CompiledRunner, RunnerSet
+from xllm_graph.conformance import SCENARIOS, ConformanceError, Scenario
+
+MakeSetup = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(setup: Any, compiler: str, **options: Any) -> CompiledRunner:
+    """Puts a compiled runner in front of the setup's eager one."""
+    model = setup.model
+    runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler=compiler, page_size=4, **options)
+    setup.world.runners = RunnerSet(setup.runners._eager, [runner], eager_is_error=True)
+    setup.world._execute = setup.world.runners.execute
+    setup.world.runners.warmup()
+    return runner
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_all_scenarios_with_one_compilation(make_setup: MakeSetup, compiler: str) -> None:
+    setup = make_setup(warm=False)
+    runner = compiled(setup, compiler)
+    for scenario in SCENARIOS:
+        scenario(setup.world)
+        setup.world.clear()
+    assert runner.num_compilations == 1
+    assert set(setup.world.runners.stats.steps) == {"compiled"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own modules
+def test_inductor(make_setup: MakeSetup) -> None:
+    setup = make_setup(warm=False)
+    runner = compiled(setup, "inductor")
+    SCENARIOS[-1](setup.world)
+    assert runner.num_compilations == 1
+
+
+def test_no_compilation_in_another_thread(make_setup: MakeSetup) -> None:
+    """A new thread has a grad mode and a number of threads of its own."""
+    setup = make_setup(warm=False)
+    runner = compiled(setup, "eager")
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        torch.set_num_threads(2)
+        try:
+            setup.world.step((setup.world.add(), 5))
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert runner.num_compilations == 1
+
+
+def test_a_compilation_after_warmup_is_an_error(make_setup: MakeSetup) -> None:
+    setup = make_setup(warm=False)
+    compiled(setup, "eager")
+    setup.model.embed.weight.data = setup.model.embed.weight.data.double()
+    with pytest.raises(RuntimeError, match="compiled again after warm-up"):
+        setup.world.step((setup.world.add(), 5))
+
+
+def test_passes_change_the_graph(make_setup: MakeSetup) -> None:
+    setup = make_setup(warm=False)
+    seen: list[str] = []
+
+    def tanh_to_relu(module: torch.fx.GraphModule) -> None:
+        for node in module.graph.nodes:
+            seen.append(str(node.target))
+            if node.target is torch.tanh:
+                node.target = torch.relu
+
+    compiled(setup, "eager", passes=[tanh_to_relu])
+    assert any("attention" in target for target in seen)
+    scenario: Scenario = SCENARIOS[0]
+    with pytest.raises(ConformanceError, match="differs by"):
+        scenario(setup.world)
+
+
+def test_order_and_names(make_setup: MakeSetup) -> None:
+    setup = make_setup(warm=False)
+    model = setup.model
+    with pytest.raises(ValueError, match=r"no torch\.compile backend 'nope'; available are"):
+        CompiledRunner(model, model.compute_logits, setup.backend, compiler="nope", page_size=4)
+    runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler="eager", page_size=4)
+    metadata, tokens, positions = setup.world._build([(setup.world.add(), 3)])
+    with pytest.raises(RuntimeError, match="execute was called before warmup"):
+        runner.execute(tokens, positions, metadata, None)
+    runner.warmup()
+    with pytest.raises(RuntimeError, match="the model is compiled once"):
+        runner.warmup()
