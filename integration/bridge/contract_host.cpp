@@ -84,7 +84,7 @@ py::object complete(const py::dict& request) {
     }
     answer[py::str(name.data(), name.size())] = value;
   });
-  return std::move(answer);
+  return answer;
 }
 
 py::object answer(const py::dict& request) {

@@ -37,13 +37,13 @@ template <class T>
     for (const auto& item : value) {
       list.append(to_python(item));
     }
-    return std::move(list);
+    return list;
   } else if constexpr (Reflected<T>) {
     pybind11::dict dict;
     for_each_property(value, [&](std::string_view name, const auto& member) {
       dict[pybind11::str(name.data(), name.size())] = to_python(member);
     });
-    return std::move(dict);
+    return dict;
   } else {
     return pybind11::cast(value);
   }

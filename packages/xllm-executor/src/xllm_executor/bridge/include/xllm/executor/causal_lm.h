@@ -21,9 +21,9 @@ struct CacheShape {
 };
 
 struct LoadOptions {
-  std::string model_path;       // a checkpoint folder: config.json and *.safetensors
+  std::string model_path = {};  // a checkpoint folder: config.json and *.safetensors
   std::string device = "cpu";   // "cpu", "cuda", "cuda:1", ...
-  std::string dtype;            // "float32", "bfloat16", "float16"; empty: what the config says
+  std::string dtype = {};       // "float32", "bfloat16", "float16"; empty: what the config says
   bool progress = false;        // show a progress bar on stderr
 };
 

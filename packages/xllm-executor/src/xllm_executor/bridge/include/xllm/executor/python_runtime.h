@@ -11,9 +11,9 @@ namespace xllm::executor {
 struct PythonOptions {
   // The python of the environment to run in (a virtual environment's bin/python, say). Empty: the one for which the
   // bridge was configured.
-  std::string executable;
+  std::string executable = {};
   // Folders put in front of sys.path, first one first.
-  std::vector<std::string> module_paths;
+  std::vector<std::string> module_paths = {};
 };
 
 class PythonRuntime {

@@ -1,0 +1,126 @@
+"""Fixtures of the bridge's tests: the host programs, built outside of the repository, and a small checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+SOURCE = Path(__file__).resolve().parents[1]
+CONFIG = {
+    "architectures": ["RecorderForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "float32",
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+Build = Callable[..., Path]
+
+
+def tool(name: str) -> str:
+    """cmake or ninja: those that came with the Python packages when they are there, else the system's."""
+    spec = importlib.util.find_spec("cmake")
+    if spec is not None and spec.origin is not None:
+        beside = Path(spec.origin).parents[4] / "bin" / name
+        if beside.is_file():
+            return str(beside)
+    found = shutil.which(name)
+    assert found, f"no {name} on the path"
+    return found
+
+
+@pytest.fixture(scope="session")
+def build_host(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """`build_host(*targets, flags="", build_type="Release")`: a folder with the built programs.
+
+    The project is copied out of the repository and knows the installed packages by find_package alone.
+    """
+    project = tmp_path_factory.mktemp("host")
+    for source in (SOURCE / "CMakeLists.txt", *SOURCE.glob("*.cpp")):
+        shutil.copy(source, project)
+
+    def build(*targets: str, flags: str = "", build_type: str = "Release") -> Path:
+        cmakedir = subprocess.run(
+            [sys.executable, "-m", "xllm_executor", "--cmakedir"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        folder = project / f"build-{build_type}-{abs(hash(flags))}"
+        configure = [
+            *(tool("cmake"), "-G", "Ninja", "-S", project, "-B", folder, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
+            *(f"-DCMAKE_BUILD_TYPE={build_type}", f"-DCMAKE_CXX_FLAGS={flags}"),
+            *(f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_PREFIX_PATH={cmakedir}"),
+        ]
+        for command in (configure, [tool("cmake"), "--build", folder, "--target", *targets]):
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stdout + result.stderr
+            assert "warning:" not in result.stdout + result.stderr, result.stdout
+        return folder
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def hosts(build_host: Build) -> Path:
+    """The folder of all programs, as released."""
+    return build_host("bridge_host", "contract_host", "step_benchmark", flags="-Wall -Wextra")
+
+
+@pytest.fixture(scope="session")
+def recorder() -> Path:
+    """A folder for sys.path with an out-of-tree model and attention backend, entry points included."""
+    return SOURCE / "recorder"
+
+
+@pytest.fixture(scope="session")
+def run_program() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run_program(program, *arguments, stdin="", timeout=120, **environment)`: one run to its end."""
+
+    def run(
+        *command: object, stdin: str = "", timeout: float = 120, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "PYTHONPATH")}
+        return subprocess.run(
+            [str(part) for part in command], input=stdin, timeout=timeout, env={**variables, **environment},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of five layers whose architecture is the recorder's."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    hidden, inner = 16, 24
+    tensors = {"model.embed_tokens.weight": torch.randn(50, hidden), "model.norm.weight": torch.ones(hidden)}
+    for layer in range(5):
+        shapes = {
+            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // 2, hidden),
+            "self_attn.v_proj": (hidden // 2, hidden), "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.1
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder

@@ -1,0 +1,206 @@
+"""The C++ side of the contract: reflection to dicts and back, mirror completion, and what a step costs in tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xllm_metadata import build_attention_metadata
+from xllm_models import ModelConfig
+
+Ask = Callable[[str, Any], Any]
+
+
+@pytest.fixture(scope="session")
+def ask_raw(hosts: Path) -> Iterator[Ask]:
+    """`ask_raw(call, value)`: contract_host's whole answer."""
+    process = subprocess.Popen(
+        [str(hosts / "contract_host"), sys.executable], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def ask(call: str, value: Any) -> Any:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps({"call": call, "value": value}) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    yield ask
+    process.communicate()
+    assert process.returncode == 0
+
+
+@pytest.fixture(scope="session")
+def ask(ask_raw: Ask) -> Ask:
+    """`ask(call, value)`: the answer's value."""
+    return lambda call, value: ask_raw(call, value)["value"]
+
+
+@pytest.fixture(scope="session")
+def error_of(ask_raw: Ask) -> Ask:
+    """`error_of(call, value)`: the answer's error."""
+    return lambda call, value: ask_raw(call, value)["error"]
+
+
+SAMPLE = {
+    "flag": True,
+    "small": -3,
+    "ratio": 2.0,
+    "text": "é\n",
+    "maybe": 7,
+    "inner": {"count": 2, "names": ["a", "b"]},
+    "inners": [{"count": 4, "names": []}, {"count": 5, "names": ["c"]}],
+}
+
+
+def test_reflected_structs_cross_and_come_back(ask: Ask) -> None:
+    assert ask("sample", SAMPLE) == SAMPLE
+    defaults = {"flag": False, "small": 0, "ratio": 0.5, "text": "", "maybe": None, "inner": {"count": 1, "names": []}}
+    assert ask("sample", {}) == {**defaults, "inners": []}
+    assert ask("sample", {"maybe": None, "ratio": 3})["ratio"] == 3.0
+
+
+def test_model_args_are_what_a_model_says(ask: Ask) -> None:
+    """Whatever to_model_args may hold, rope variants included, has its property in C++."""
+    base = {
+        "model_type": "llama", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": [2, 3],
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    scalings = (
+        None,
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.1},
+    )  # fmt: skip
+    for scaling in scalings:
+        args = ModelConfig.from_dict({**base, "rope_scaling": scaling}).to_model_args()
+        crossed = ask("model_args", args)
+        assert {key: crossed[key] for key in args} == args
+
+
+def test_parallel_args(ask: Ask) -> None:
+    value = {"tp_rank": 1, "tp_size": 2, "host": "10.0.0.1", "port": 7}
+    assert ask("parallel_args", value) == value
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "error"),
+    [
+        ("parallel_args", {"nope": 1, "zz": 2}, "args has unknown keys: nope, zz"),
+        ("parallel_args", {"tp_rank": "1"}, "args.tp_rank is '1'; it must be an int"),
+        ("parallel_args", {"tp_rank": True}, "args.tp_rank is True; it must be an int"),
+        ("sample", {"flag": 1}, "args.flag is 1; it must be a bool"),
+        ("sample", {"ratio": "x"}, "args.ratio is 'x'; it must be a float"),
+        ("sample", {"text": 5}, "args.text is 5; it must be a str"),
+        ("sample", {"inner": []}, "args.inner is []; it must be a dict"),
+        ("sample", {"inners": {}}, "args.inners is {}; it must be a list"),
+        ("sample", {"inner": {"cuont": 1}}, "args.inner has unknown keys: cuont"),
+        ("sample", {"inners": [{}, {"count": None}]}, "args.inners[1].count is None; it must be an int"),
+        ("sample", {"inner": {"names": ["a", 2]}}, "args.inner.names[1] is 2; it must be a str"),
+        ("sample", {"small": 2**31}, "args.small is 2147483648; it must be within the range of its C++ type"),
+    ],
+)
+def test_errors_name_the_key(error_of: Ask, call: str, value: Any, error: str) -> None:
+    assert error_of(call, value) == error
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.data(), page_size=st.sampled_from([1, 4, 16, 128]), kind=st.sampled_from(["prefill", "chunked", "decode"])
+)
+def test_completed_mirrors_are_the_builders(ask: Ask, data: st.DataObject, page_size: int, kind: str) -> None:
+    kv_lens = data.draw(st.lists(st.integers(1 if kind == "decode" else 0, 300), max_size=8))
+    q_lens = [{"decode": 1, "prefill": kv_len}.get(kind, data.draw(st.integers(0, kv_len))) for kv_len in kv_lens]
+    tables = [list(range(-(-kv_len // page_size))) for kv_len in kv_lens]
+    step = build_attention_metadata(q_lens, kv_lens, tables, page_size)
+    given_fields = {
+        "kv_seq_lens_host": step.kv_seq_lens_host.tolist(),
+        "is_prefill": step.is_prefill,
+        "is_chunked_prefill": step.is_chunked_prefill,
+        "page_size": page_size,
+    }
+    if step.is_chunked_prefill:
+        assert step.qo_indptr_host is not None
+        given_fields["qo_indptr_host"] = step.qo_indptr_host.tolist()
+    completed = ask("mirrors", given_fields)
+    for name in ("kv_seq_lens_host", "paged_kv_indptr_host", "paged_kv_last_page_len_host", "qo_indptr_host"):
+        expected = getattr(step, name)
+        assert completed[name] == (None if expected is None else expected.tolist()), name
+    assert (completed["max_query_len"], completed["max_seq_len"]) == (step.max_query_len, step.max_seq_len)
+
+
+def test_mirrors_that_are_present_stay(ask: Ask) -> None:
+    value = {"kv_seq_lens_host": [0, 6], "paged_kv_indptr_host": [0, 9], "page_size": 4, "max_seq_len": 77}
+    completed = ask("mirrors", value)
+    assert completed["paged_kv_indptr_host"] == [0, 9]
+    assert completed["max_seq_len"] == 77
+    assert completed["paged_kv_last_page_len_host"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ({"page_size": 4}, "kv_seq_lens_host is absent; the other mirrors derive from it"),
+        ({"kv_seq_lens_host": [0], "page_size": 0}, "page_size is 0; it must be at least 1"),
+        (
+            {"kv_seq_lens_host": [0, 3], "is_chunked_prefill": True, "page_size": 4},
+            "qo_indptr_host is absent; in a chunked step no other field determines it",
+        ),
+        ({"kv_seq_lens_host": [[0, 3]], "page_size": 4}, "kv_seq_lens_host must be a contiguous int32 tensor [B + 1]"),
+    ],
+)
+def test_mirrors_that_cannot_be_completed_are_named(error_of: Ask, value: Any, error: str) -> None:
+    assert error in error_of("mirrors", value)
+
+
+def test_a_step_allocates_no_tensor(hosts: Path, run_program: Callable[..., Any]) -> None:
+    result = json.loads(run_program(hosts / "step_benchmark", sys.executable, 64, 1).stdout)
+    assert result["allocations_per_step"] == 0
+    assert result["allocations_of_one_tensor"] == 1
+
+
+def made_by_us(trace: str) -> bool:
+    """Whether our code comes before Python's in a leak's trace: Python, never finalised, leaves blocks of its own."""
+    for frame in trace.splitlines():
+        if re.search(r" (Include|Modules|Objects|Parser|Python)/|libpython|libtorch_python", frame):
+            return False
+        if "xllm::" in frame:
+            return True
+    return False
+
+
+def test_the_hosts_are_clean_under_sanitizers(
+    build_host: Callable[..., Path], run_program: Callable[..., Any], checkpoint: Path, recorder: Path, tmp_path: Path
+) -> None:
+    """Address and undefined-behaviour sanitizers; a leak counts when our code made the block."""
+    flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O0"
+    programs = build_host("bridge_host", "contract_host", flags=flags, build_type="None")
+    environment = {"PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=1:fast_unwind_on_malloc=0"}
+    environment["LSAN_OPTIONS"] = "exitcode=0"
+    runs = [
+        run_program(
+            *(programs / "bridge_host", checkpoint, sys.executable, recorder, "drive"),
+            timeout=600, XLLM_RECORD=str(tmp_path / "record.jsonl"), **environment,
+        ),
+        run_program(programs / "contract_host", sys.executable, timeout=600,
+                    stdin=json.dumps({"call": "sample", "value": SAMPLE}) + "\n", **environment),
+    ]  # fmt: skip
+    for run in runs:
+        assert run.returncode == 0, run.stderr
+        assert "runtime error" not in run.stderr, run.stderr
+        assert "AddressSanitizer: heap" not in run.stderr, run.stderr
+        ours = [trace for trace in run.stderr.split("\n\n") if "leak of" in trace and made_by_us(trace)]
+        assert not ours, ours[0]
+    assert json.loads(runs[1].stdout)["value"] == SAMPLE
+    assert runs[0].stdout.count("\n") > 10
