@@ -35,6 +35,16 @@ def model() -> CausalLM:
 
 
 @pytest.fixture
+def small_model() -> CausalLM:
+    """The same with two layers, for tests that capture many graphs."""
+    torch.manual_seed(0)
+    model = get_model_class("llama")(CONFIG | {"n_layers": 2})
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.fixture
 def make_caches() -> Callable[[CausalLM], list[tuple[torch.Tensor, torch.Tensor]]]:
     """KV caches of 16 pages of 4 tokens, poisoned: an unwritten slot that is read shows as NaN."""
 

@@ -26,7 +26,7 @@ def compiled(setup: Any, compiler: str, **options: Any) -> CompiledRunner:
     """Puts a compiled runner in front of the setup's eager one."""
     model = setup.model
     runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler=compiler, page_size=4, **options)
-    setup.world.runners = RunnerSet(setup.runners._eager, [runner], eager_is_error=True)
+    setup.world.runners = RunnerSet(setup.runners.eager, [runner], eager_is_error=True)
     setup.world._execute = setup.world.runners.execute
     setup.world.runners.warmup()
     return runner

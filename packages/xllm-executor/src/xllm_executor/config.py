@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Final
 
-GRAPH_BACKENDS: Final = ("off",)
-"""Values of `python_graph_backend` that this version serves."""
+from xllm_graph import available_runtimes, compiler_names, parse_buckets
+
+GRAPH_BACKENDS: Final = ("off", "cudagraphs", "piecewise", "recorded")
+"""Values of `python_graph_backend` besides the names of graph runtimes and of torch.compile backends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +17,19 @@ class ExecutorConfig:
     """Options of a `ModelExecutor`.
 
     Attributes:
-        python_graph_backend: how steps are captured; one of `GRAPH_BACKENDS`.
+        python_graph_backend: how steps are captured. `off`: not at all. `cudagraphs`: decode as full graphs, all else
+            piecewise, on CUDA. `piecewise`: every step piecewise. `recorded`, or the name of another graph runtime: as
+            `cudagraphs`, on that runtime. Any other name is that of a torch.compile backend.
+        graph_runtime: the graph runtime of `piecewise`; empty takes the one for CUDA.
+        graph_buckets: numbers of sequences to capture decode graphs for, such as "1,2,4,8"; empty takes 1, 2, 4, 8,
+            then steps of 16 up to the first that holds max_seqs_per_batch.
+        graph_token_budget: the largest number of tokens to capture piecewise graphs for; a step of more runs eagerly.
+        graph_cut_ops: names of ops that piecewise graphs leave to eager execution, such as "xllm::all_reduce_", with
+            commas between them, where the device cannot capture them.
+        logits_in_graph: whether decode graphs compute the logits of all rows; False for a host that asks for hidden
+            states.
+        eager_is_error: a step that runs eagerly though a graph was asked for is an error.
+        progress: show a progress bar of the warm-up on stderr.
         attention_backend: one of `xllm_attention.available_backends()`.
         max_tokens_per_batch: tokens of one step at most.
         max_model_len: KV length of a sequence at most; 0 takes the model's max_position_embeddings.
@@ -24,20 +38,41 @@ class ExecutorConfig:
     """
 
     python_graph_backend: str = "off"
+    graph_runtime: str = ""
+    graph_buckets: str = ""
+    graph_token_budget: int = 8192
+    graph_cut_ops: str = ""
+    logits_in_graph: bool = True
+    eager_is_error: bool = False
+    progress: bool = False
     attention_backend: str = "torch"
     max_tokens_per_batch: int = 8192
     max_model_len: int = 0
     validate: bool = False
 
     def __post_init__(self) -> None:
-        if self.python_graph_backend not in GRAPH_BACKENDS:
-            raise ValueError(
-                f"python_graph_backend is {self.python_graph_backend!r}; this version serves {list(GRAPH_BACKENDS)}"
-            )
-        if self.max_tokens_per_batch < 1:
-            raise ValueError(f"max_tokens_per_batch is {self.max_tokens_per_batch}; it must be at least 1")
+        self._check_names()
+        if self.graph_buckets:
+            parse_buckets(self.graph_buckets)
+        for name in ("max_tokens_per_batch", "graph_token_budget"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_model_len < 0:
             raise ValueError(f"max_model_len is {self.max_model_len}; it must be at least 0")
+
+    @property
+    def cut_ops(self) -> tuple[str, ...]:
+        """The names in `graph_cut_ops`."""
+        return tuple(name.strip() for name in self.graph_cut_ops.split(",") if name.strip())
+
+    @property
+    def runtime(self) -> str | None:
+        """The graph runtime that the options ask for; None for eager and compiled execution."""
+        if self.python_graph_backend == "piecewise":
+            return self.graph_runtime or "cuda"
+        if self.python_graph_backend == "cudagraphs":
+            return "cuda"
+        return self.python_graph_backend if self.python_graph_backend in available_runtimes() else None
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, object]) -> ExecutorConfig:
@@ -53,3 +88,20 @@ class ExecutorConfig:
             if type(value) is not types[name]:
                 raise ValueError(f"executor option {name} is {value!r}; it must be of type {types[name].__name__}")
         return cls(**options)  # type: ignore[arg-type]
+
+    def _check_names(self) -> None:
+        runtimes = available_runtimes()
+        if self.graph_runtime and self.graph_runtime not in runtimes:
+            raise ValueError(f"graph_runtime is {self.graph_runtime!r}; available are {sorted(runtimes)}")
+        if self.graph_runtime and self.python_graph_backend != "piecewise":
+            raise ValueError(
+                f"graph_runtime is {self.graph_runtime!r} with python_graph_backend {self.python_graph_backend!r}; "
+                "only 'piecewise' takes it"
+            )
+        # The compiler is asked last: its import takes a second or two.
+        known = {*GRAPH_BACKENDS, *runtimes}
+        if self.python_graph_backend not in known and self.python_graph_backend not in compiler_names():
+            raise ValueError(
+                f"python_graph_backend is {self.python_graph_backend!r}; available are {sorted(known)} and the "
+                f"torch.compile backends {sorted(compiler_names(debugging=False))}"
+            )

@@ -1,18 +1,20 @@
 """`ModelExecutor`: one model, one attention backend, one `execute` a step.
 
-Owns the backend and the runners, and decides before a step which runner executes it. It neither schedules, nor
-allocates KV memory, nor recomputes anything that the host has built.
+Owns the backend and the runners, and their life. It neither schedules, nor allocates KV memory, nor recomputes
+anything that the host has built.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
+from tqdm import tqdm
 
 from xllm_attention import create_backend
-from xllm_graph import EagerReason, EagerRunner, StepStats
+from xllm_graph import GraphPass, RunnerSet
 from xllm_metadata import (
     AttentionMetadata,
     LayerCache,
@@ -23,6 +25,7 @@ from xllm_metadata import (
 from xllm_models import CausalLM
 
 from .config import ExecutorConfig
+from .runners import Sizes, make_runners
 
 
 class ModelExecutor:
@@ -35,12 +38,20 @@ class ModelExecutor:
         model: with its weights loaded.
         config: an `ExecutorConfig`, or a mapping of its fields.
         max_seqs_per_batch: sequences of one step at most.
+        graph_passes: applied to the graphs of a torch.compile backend, before the compiler.
 
     Raises:
         ValueError: a config value or a limit that cannot be served.
     """
 
-    def __init__(self, model: CausalLM, config: ExecutorConfig | Mapping[str, object], max_seqs_per_batch: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ExecutorConfig | Mapping[str, object],
+        max_seqs_per_batch: int,
+        *,
+        graph_passes: Sequence[GraphPass] = (),
+    ) -> None:
         if not isinstance(config, ExecutorConfig):
             config = ExecutorConfig.from_mapping(config)
         self.config = config
@@ -50,18 +61,24 @@ class ModelExecutor:
                 f"max_model_len {self._max_model_len} exceeds the model's max_position_embeddings "
                 f"{model.config.max_position_embeddings}"
             )
+        if max_seqs_per_batch < 1:
+            raise ValueError(f"max_seqs_per_batch is {max_seqs_per_batch}; it must be at least 1")
         self._device = model.device
+        self._max_num_seqs = max_seqs_per_batch
+        self._sizes = Sizes.of(config, max_seqs_per_batch, self._max_model_len)
         self._backend = create_backend(
             config.attention_backend,
             model.attention_specs,
             device=model.device,
             dtype=model.dtype,
-            max_num_seqs=max_seqs_per_batch,
-            max_num_tokens=config.max_tokens_per_batch,
+            max_num_seqs=self._sizes.max_num_seqs,
+            max_num_tokens=self._sizes.max_num_tokens,
             max_model_len=self._max_model_len,
         )
-        self._runner: EagerRunner | None = EagerRunner(model.forward, model.compute_logits, self._backend)
-        self._stats = StepStats()
+        self._model: CausalLM | None = model
+        self._graph_passes = graph_passes
+        self._runners: RunnerSet | None = None  # made when the caches are bound
+        self._last_stats: dict[str, object] | None = None  # of the shutdown
         self._validate = config.validate or os.environ.get("XLLM_VALIDATE") == "1"
         self._num_blocks: int | None = None
         self._warmup_plans = self._backend.plan_counts
@@ -76,30 +93,36 @@ class ModelExecutor:
 
         Raises:
             RuntimeError: a cache is bound already.
-            ValueError: wrong number of layers, shape, dtype or device.
+            ValueError: wrong number of layers, shape, dtype or device, or a graph runtime that does not serve it.
         """
-        self._live()
+        model = self._live()
         if self._num_blocks is not None:
             raise RuntimeError("bind_kv_caches was called before: an executor is bound once")
         layers = [LayerCache.from_tensors(tensors) for tensors in caches]
         self._backend.bind_kv_caches(layers)
         first = layers[0].k
         assert first is not None  # the backend has checked it
+        self._runners = make_runners(model, self.config, self._backend, self._sizes, first.shape[1], self._graph_passes)
         self._num_blocks, self._page_size = first.shape[0], first.shape[1]
 
     def warmup(self) -> None:
-        """Runs one padding row through the model, so that the first request waits for no lazy initialisation.
+        """Gets everything ready that the first request must not wait for; captures the graphs, if any are asked for.
 
-        Writes nothing to the cache. Counted neither as a step nor in the plan counts of `stats`.
+        Writes nothing to the cache. Counted neither as steps nor in the plan counts of `stats`.
 
         Raises:
-            RuntimeError: no cache is bound.
+            RuntimeError: no cache is bound, or graphs are captured already; what the model did that no graph can hold.
         """
-        runner = self._live()
-        if self._num_blocks is None:
+        self._live()
+        if self._runners is None:
             raise RuntimeError("warmup was called before bind_kv_caches")
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
-        runner.execute(zero, zero, _padding_step(self._device), zero)
+        self._runners.eager.execute(zero, zero, _padding_step(self._device), zero)
+        bar = tqdm(
+            total=self._runners.num_captures, desc="capturing graphs", file=sys.stderr, disable=not self.config.progress
+        )
+        with bar:
+            self._runners.warmup(lambda report: _advance(bar, f"{report.runner} {report.size}"))
         self._warmup_plans = self._backend.plan_counts
 
     def execute(
@@ -126,15 +149,16 @@ class ModelExecutor:
             logits [n, vocab] in the model's dtype, or hidden states [T, hidden]; valid until the next `execute`.
 
         Raises:
-            RuntimeError: no cache is bound, or the executor was shut down.
+            RuntimeError: no cache is bound, the executor was shut down, or `eager_is_error` forbids the step.
             ValueError: an argument of a wrong shape or dtype, or a step beyond the limits. The executor stays usable.
         """
-        runner = self._live()
-        if self._num_blocks is None:
+        self._live()
+        if self._runners is None or self._num_blocks is None:
             raise RuntimeError("execute was called before bind_kv_caches")
         if inputs_embeds is not None:
             raise ValueError("inputs_embeds is not served by this version; pass token ids")
         self._check_inputs(tokens, positions, logits_indices)
+        self._check_limits(tokens, metadata)
         if self._validate:
             validate(
                 metadata,
@@ -143,28 +167,53 @@ class ModelExecutor:
                 num_blocks=self._num_blocks,
                 page_size=self._page_size,
             )
-        result = runner.execute(tokens, positions, metadata, logits_indices)
-        self._stats.count(runner.name, EagerReason.GRAPHS_OFF)
-        return result
+        return self._runners.execute(tokens, positions, metadata, logits_indices)
+
+    @property
+    def runners(self) -> RunnerSet:
+        """What executes the steps. Raises `RuntimeError` before `bind_kv_caches` and after `shutdown`."""
+        self._live()
+        if self._runners is None:
+            raise RuntimeError("there are no runners before bind_kv_caches")
+        return self._runners
 
     def stats(self) -> dict[str, object]:
-        """Counts since the start, as plain numbers: steps by runner, eager steps by reason, plans by group."""
+        """Counts since the start, as plain values.
+
+        `steps` by runner; `eager_reasons`: eager steps by reason; `graph_misses`: by runner that would have come
+        first, steps that another graph served, by reason; `plans` by attention group; `graphs`: what each capture cost;
+        `graph_memory_bytes` of their pool.
+        """
+        runners = self._runners
+        if self._last_stats is not None:
+            return self._last_stats
         return {
-            "steps": dict(self._stats.steps),
-            "eager_reasons": dict(self._stats.eager_reasons),
+            "steps": {} if runners is None else dict(runners.stats.steps),
+            "eager_reasons": {} if runners is None else dict(runners.stats.eager_reasons),
+            "graph_misses": {} if runners is None else {k: dict(v) for k, v in runners.stats.misses.items()},
             "plans": [
                 count - before for count, before in zip(self._backend.plan_counts, self._warmup_plans, strict=True)
             ],
+            "graphs": [] if runners is None else [report.as_dict() for report in runners.reports],
+            "graph_memory_bytes": 0 if runners is None else runners.memory_bytes,
         }
 
     def shutdown(self) -> None:
-        """Drops the runner, and with it the model's forward. Every later call but this one raises `RuntimeError`."""
-        self._runner = None
+        """Drops graphs and model, the graphs first: a process group that they captured must outlive them.
 
-    def _live(self) -> EagerRunner:
-        if self._runner is None:
+        Every later call but this one and `stats` raises `RuntimeError`.
+        """
+        if self._model is None:
+            return
+        self._last_stats = self.stats()
+        if self._runners is not None:
+            self._runners.release()
+        self._model = self._runners = None
+
+    def _live(self) -> CausalLM:
+        if self._model is None:
             raise RuntimeError("the executor was shut down")
-        return self._runner
+        return self._model
 
     def _check_inputs(self, tokens: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor | None) -> None:
         if tokens.dim() != 1 or tokens.dtype is not torch.int32:
@@ -181,9 +230,23 @@ class ModelExecutor:
         ):
             raise ValueError(f"logits_indices is {_describe(logits_indices)}; it must be [n] int32 or int64")
 
+    def _check_limits(self, tokens: torch.Tensor, metadata: AttentionMetadata) -> None:
+        # The backend holds more, so that padding fits.
+        for thing, value, name, limit in (
+            ("sequences", metadata.paged_kv_last_page_len_host.shape[0], "max_seqs_per_batch", self._max_num_seqs),
+            ("tokens", tokens.shape[0], "max_tokens_per_batch", self.config.max_tokens_per_batch),
+        ):
+            if value > limit:
+                raise ValueError(f"number of {thing} {value} exceeds {name} {limit}")
+
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _advance(bar: tqdm[object], what: str) -> None:
+    bar.set_postfix_str(what, refresh=False)
+    bar.update()
 
 
 def _padding_step(device: torch.device) -> AttentionMetadata:

@@ -75,7 +75,7 @@ class RunnerSet:
         eager_is_error: bool = False,
         misses: Sequence[tuple[str, EagerReason]] = (),
     ) -> None:
-        self._eager = eager
+        self.eager = eager
         self._preferred = tuple(preferred)
         self._runtime = runtime
         self._eager_is_error = eager_is_error
@@ -111,7 +111,7 @@ class RunnerSet:
                 return Choice(runner=runner, misses=tuple(misses))
             misses.append((runner.name, reason))
         reason = misses[-1][1] if misses else EagerReason.GRAPHS_OFF
-        return Choice(runner=self._eager, misses=tuple(misses), eager_reason=reason)
+        return Choice(runner=self.eager, misses=tuple(misses), eager_reason=reason)
 
     def execute(
         self,

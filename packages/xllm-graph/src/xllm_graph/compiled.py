@@ -26,9 +26,9 @@ GraphPass = Callable[[torch.fx.GraphModule], None]
 _MIN_TOKENS = 2  # sizes 0 and 1 are constants to the compiler: such steps are padded
 
 
-def compiler_names() -> tuple[str, ...]:
-    """Names of torch.compile backends in this environment, debugging ones included."""
-    return tuple(torch.compiler.list_backends(exclude_tags=()))
+def compiler_names(*, debugging: bool = True) -> tuple[str, ...]:
+    """Names of torch.compile backends in this environment, with or without those meant for debugging."""
+    return tuple(torch.compiler.list_backends(exclude_tags=() if debugging else ("debug", "experimental")))
 
 
 class CompiledRunner:
@@ -62,7 +62,9 @@ class CompiledRunner:
         passes: Sequence[GraphPass] = (),
     ) -> None:
         if compiler not in compiler_names():
-            raise ValueError(f"no torch.compile backend {compiler!r}; available are {sorted(compiler_names())}")
+            raise ValueError(
+                f"no torch.compile backend {compiler!r}; available are {sorted(compiler_names(debugging=False))}"
+            )
         self._compile = torch._dynamo.lookup_backend(compiler)
         self._passes = tuple(passes)
         self._compute_logits = compute_logits

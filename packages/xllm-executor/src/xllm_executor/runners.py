@@ -1,0 +1,121 @@
+"""Which runners an executor's options ask for, and how large what they share must be.
+
+Owns the translation of options into runners. The runners themselves, and the choice between them in a step, belong to
+`xllm_graph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xllm_attention import AttentionBackend, Phase
+from xllm_graph import (
+    CapturingRunner,
+    CompiledRunner,
+    DecodeGraphRunner,
+    EagerReason,
+    EagerRunner,
+    GraphPass,
+    PiecewiseGraphRunner,
+    RunnerSet,
+    create_runtime,
+    parse_buckets,
+    sequence_buckets,
+    token_buckets,
+)
+from xllm_models import CausalLM
+
+from .config import ExecutorConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes that graphs are captured for, and what a backend must hold so that padding fits."""
+
+    decode_buckets: tuple[int, ...]  # of sequences; empty where no full graph is asked for
+    token_buckets: tuple[int, ...]  # empty where no piecewise graph is asked for
+    max_num_seqs: int  # padding included
+    max_num_tokens: int  # padding included
+
+    @classmethod
+    def of(cls, config: ExecutorConfig, max_seqs_per_batch: int, max_model_len: int) -> Sizes:
+        """The sizes that the options ask for. The largest bucket holds the limit: capacity has no cliff."""
+        decode: tuple[int, ...] = ()
+        tokens: tuple[int, ...] = ()
+        if config.runtime is not None:
+            possible = min(config.max_tokens_per_batch, max_seqs_per_batch * max_model_len)
+            tokens = token_buckets(min(possible, config.graph_token_budget))
+            if config.python_graph_backend != "piecewise":
+                decode = (
+                    parse_buckets(config.graph_buckets)
+                    if config.graph_buckets
+                    else sequence_buckets(max_seqs_per_batch)
+                )
+        return cls(
+            decode_buckets=decode,
+            token_buckets=tokens,
+            max_num_seqs=max((max_seqs_per_batch, *decode[-1:])),
+            max_num_tokens=max((config.max_tokens_per_batch, *decode[-1:], *tokens[-1:])),
+        )
+
+
+def make_runners(
+    model: CausalLM,
+    config: ExecutorConfig,
+    backend: AttentionBackend,
+    sizes: Sizes,
+    page_size: int,
+    passes: Sequence[GraphPass],
+) -> RunnerSet:
+    """The runners of an executor whose caches are bound, not warmed up yet.
+
+    Raises:
+        ValueError: a graph runtime that does not serve the model's device.
+    """
+    forward, compute_logits = model.forward, model.compute_logits
+    eager = EagerRunner(forward, compute_logits, backend)
+    if config.runtime is None:
+        preferred: list[CapturingRunner] = []
+        if config.python_graph_backend != "off":
+            preferred.append(
+                CompiledRunner(
+                    forward,
+                    compute_logits,
+                    backend,
+                    compiler=config.python_graph_backend,
+                    page_size=page_size,
+                    passes=passes,
+                )
+            )
+        return RunnerSet(eager, preferred, eager_is_error=config.eager_is_error)
+    runtime = create_runtime(config.runtime, model.device)
+    preferred = []
+    misses = []
+    if sizes.decode_buckets:
+        if Phase.DECODE in backend.capabilities.full_graph_phases:
+            preferred.append(
+                DecodeGraphRunner(
+                    forward,
+                    compute_logits,
+                    backend,
+                    runtime,
+                    buckets=sizes.decode_buckets,
+                    page_size=page_size,
+                    logits_in_graph=config.logits_in_graph,
+                )
+            )
+        else:
+            misses.append((DecodeGraphRunner.name, EagerReason.BACKEND_CANNOT_CAPTURE))
+    preferred.append(
+        PiecewiseGraphRunner(
+            forward,
+            compute_logits,
+            backend,
+            runtime,
+            buckets=sizes.token_buckets,
+            page_size=page_size,
+            cut_ops=config.cut_ops,
+        )
+    )
+    return RunnerSet(eager, preferred, runtime=runtime, eager_is_error=config.eager_is_error, misses=misses)

@@ -1,0 +1,208 @@
+"""ModelExecutor with graphs: which runner takes which step, what is counted, and what the options change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from xllm_attention import BackendCapabilities
+from xllm_attention.backends.torch_backend import TorchBackend
+from xllm_executor import ModelExecutor
+from xllm_metadata import AttentionMetadata, build_attention_metadata
+from xllm_models import CausalLM
+
+Caches = Callable[[CausalLM], list[tuple[torch.Tensor, torch.Tensor]]]
+Step = tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_executor(
+    model: CausalLM, make_caches: Caches, max_seqs: int = 5, *, warm: bool = True, **config: Any
+) -> ModelExecutor:
+    options = {"python_graph_backend": "recorded", "max_tokens_per_batch": 12, "max_model_len": 16} | config
+    executor = ModelExecutor(model, options, max_seqs)
+    executor.bind_kv_caches(make_caches(model))
+    if warm:
+        executor.warmup()
+    return executor
+
+
+def step(*lens: tuple[int, int]) -> Step:
+    """A step of (new tokens, KV length) with a page for every four tokens, and the last row of each."""
+    tables = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(len(lens))]
+    metadata = build_attention_metadata([q for q, _ in lens], [kv for _, kv in lens], tables, page_size=4)
+    positions = torch.tensor([p for q, kv in lens for p in range(kv - q, kv)], dtype=torch.int32)
+    last = torch.tensor([q for q, _ in lens]).cumsum(0) - 1
+    return torch.arange(positions.shape[0], dtype=torch.int32) * 7 % 97, positions, metadata, last
+
+
+PREFILL, CHUNKED, DECODE = step((4, 4), (3, 3)), step((2, 6), (1, 4)), step((1, 7), (1, 5))
+
+
+def run_all(executor: ModelExecutor) -> list[torch.Tensor]:
+    return [executor.execute(*one).clone() for one in (PREFILL, CHUNKED, DECODE)]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"python_graph_backend": "off"}, {"eager": 3}),
+        ({}, {"piecewise": 2, "decode_graph": 1}),
+        ({"logits_in_graph": False}, {"piecewise": 2, "decode_graph": 1}),
+        ({"python_graph_backend": "piecewise", "graph_runtime": "recorded"}, {"piecewise": 3}),
+        ({"python_graph_backend": "aot_eager"}, {"compiled": 3}),
+    ],
+)
+def test_every_backend_gives_the_same(
+    small_model: CausalLM, make_caches: Caches, options: dict[str, Any], steps: dict[str, int]
+) -> None:
+    torch.compiler.reset()
+    truth = run_all(make_executor(small_model, make_caches, python_graph_backend="off"))
+    executor = make_executor(small_model, make_caches, eager_is_error=True, **options)
+    assert_same(run_all(executor), truth)
+    stats = executor.stats()
+    assert stats["steps"] == steps
+    assert stats["plans"] == [3]
+    assert stats["eager_reasons"] == ({"graphs_off": 3} if "eager" in steps else {})
+    assert stats["graph_misses"] == {}
+
+
+def test_hidden_states_without_the_head(small_model: CausalLM, make_caches: Caches) -> None:
+    eager = make_executor(small_model, make_caches, python_graph_backend="off")
+    executor = make_executor(small_model, make_caches, logits_in_graph=False)
+    for one in (PREFILL, CHUNKED, DECODE):
+        torch.testing.assert_close(executor.execute(*one[:3]), eager.execute(*one[:3]), rtol=1e-5, atol=1e-5)
+    assert executor.execute(*DECODE[:3]).shape == (2, 32)
+
+
+def test_what_each_graph_cost(small_model: CausalLM, make_caches: Caches) -> None:
+    stats = make_executor(small_model, make_caches).stats()
+    graphs: Any = stats["graphs"]
+    sizes = [(graph["runner"], graph["size"]) for graph in graphs]
+    assert sizes == [("piecewise", size) for size in (16, 8, 4, 2, 1)] + [("decode_graph", n) for n in (8, 4, 2, 1)]
+    assert {graph["num_graphs"] for graph in graphs} == {1, 3}
+    assert all(graph["seconds"] > 0 for graph in graphs)
+    assert stats["graph_memory_bytes"] == sum(graph["memory_bytes"] for graph in graphs) > 0
+
+
+def test_many_buckets_cost_little_more_than_the_largest(small_model: CausalLM, make_caches: Caches) -> None:
+    def memory(buckets: str) -> Any:
+        executor = make_executor(small_model, make_caches, max_seqs=20, graph_buckets=buckets, graph_token_budget=1)
+        return executor.stats()["graph_memory_bytes"]
+
+    assert memory(",".join(str(n) for n in range(1, 21))) <= 1.3 * memory("20")
+
+
+def test_a_step_over_the_token_budget_is_eager_for_that_reason(small_model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(small_model, make_caches, graph_token_budget=4)
+    run_all(executor)
+    assert executor.stats()["steps"] == {"eager": 1, "piecewise": 1, "decode_graph": 1}
+    assert executor.stats()["eager_reasons"] == {"over_token_budget": 1}
+    strict = make_executor(small_model, make_caches, graph_token_budget=4, eager_is_error=True)
+    message = r"a step of 7 tokens would run eagerly \(decode_graph: not_decode, piecewise: over_token_budget\)"
+    with pytest.raises(RuntimeError, match=message):
+        strict.execute(*PREFILL)
+    assert strict.stats()["steps"] == {}
+    strict.execute(*CHUNKED)
+
+
+def test_steps_before_warmup_are_eager_for_that_reason(small_model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(small_model, make_caches, warm=False)
+    run_all(executor)
+    assert executor.stats()["eager_reasons"] == {"not_warmed_up": 3}
+    executor.warmup()
+    run_all(executor)
+    assert executor.stats()["steps"] == {"eager": 3, "piecewise": 2, "decode_graph": 1}
+    with pytest.raises(RuntimeError, match="graphs are captured once"):
+        executor.warmup()
+
+
+def test_decode_beyond_its_buckets_runs_piecewise_and_is_counted(small_model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(small_model, make_caches, graph_buckets="1")
+    run_all(executor)
+    assert executor.stats()["steps"] == {"piecewise": 3}
+    assert executor.stats()["graph_misses"] == {"decode_graph": {"over_graph_buckets": 1}}
+
+
+def test_a_backend_that_cannot_capture(
+    small_model: CausalLM, make_caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchBackend, "capabilities", BackendCapabilities())
+    executor = make_executor(small_model, make_caches, eager_is_error=True)
+    run_all(executor)
+    assert executor.stats()["steps"] == {"piecewise": 3}
+    assert executor.stats()["graph_misses"] == {"decode_graph": {"backend_cannot_capture": 3}}
+
+
+def test_capacity_is_rounded_up_and_the_host_held_to_its_limit(small_model: CausalLM, make_caches: Caches) -> None:
+    """97 to 100 sequences of a limit of 100 have a bucket; the padding rows are nobody's to use."""
+    shape = (128, 4, 2, 8)
+    executor = ModelExecutor(
+        small_model,
+        {"python_graph_backend": "recorded", "graph_token_budget": 1, "max_model_len": 4, "max_tokens_per_batch": 100},
+        100,
+    )
+    executor.bind_kv_caches([(torch.zeros(shape), torch.zeros(shape)) for _ in small_model.attention_specs])
+    executor.warmup()
+    for size in (96, 97, 100):
+        metadata = build_attention_metadata([1] * size, [1] * size, [[i] for i in range(size)], page_size=4)
+        tokens = torch.zeros(size, dtype=torch.int32)
+        assert executor.execute(tokens, tokens, metadata, torch.tensor([size - 1])).isfinite().all()
+    assert executor.stats()["steps"] == {"decode_graph": 3}
+    metadata = build_attention_metadata([1] * 101, [1] * 101, [[i] for i in range(101)], page_size=4)
+    tokens = torch.zeros(101, dtype=torch.int32)
+    with pytest.raises(ValueError, match="number of sequences 101 exceeds max_seqs_per_batch 100"):
+        executor.execute(tokens, tokens, metadata, tokens[:1])
+
+
+def test_weights_loaded_again_are_what_graphs_use(small_model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(small_model, make_caches)
+    run_all(executor)
+    other = copy.deepcopy(small_model)
+    with torch.no_grad():
+        for ours, theirs in zip(small_model.parameters(), other.parameters(), strict=True):
+            theirs.mul_(1.1)
+            ours.copy_(theirs)
+    truth = run_all(make_executor(other, make_caches, python_graph_backend="off"))
+    assert_same(run_all(executor), truth)
+
+
+def test_a_progress_bar_only_when_asked(
+    small_model: CausalLM, make_caches: Caches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_executor(small_model, make_caches)
+    assert capsys.readouterr().err == ""
+    make_executor(small_model, make_caches, progress=True)
+    assert "capturing graphs: 100%" in capsys.readouterr().err
+
+
+def test_cuda_graphs_on_a_cpu_are_refused(small_model: CausalLM, make_caches: Caches) -> None:
+    for backend in ("cudagraphs", "piecewise"):
+        with pytest.raises(ValueError, match="device cpu; CUDA graphs serve"):
+            make_executor(small_model, make_caches, python_graph_backend=backend)
+
+
+def test_shutdown_keeps_the_counts(small_model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(small_model, make_caches)
+    run_all(executor)
+    before = executor.stats()
+    executor.shutdown()
+    assert executor.stats() == before
+    with pytest.raises(RuntimeError, match="the executor was shut down"):
+        _ = executor.runners
