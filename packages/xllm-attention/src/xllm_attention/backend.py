@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, final
+from typing import final
 
 import torch
 
@@ -90,8 +90,8 @@ class AttentionBackend(ABC):
         ValueError: no layer, a limit below 1, or a spec that the backend cannot serve.
     """
 
-    name: ClassVar[str]
-    capabilities: ClassVar[BackendCapabilities]
+    name: str
+    capabilities: BackendCapabilities
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which backends exist, and how one is made by name.
+"""Which backends exist, and how one is made by name, by phase or automatically.
 
 Owns the table of built-in backends and the reading of the entry-point group `xllm.attention_backends`, whose values
 name subclasses of `AttentionBackend`. Nothing is imported before it is asked for.
@@ -6,12 +6,15 @@ name subclasses of `AttentionBackend`. Nothing is imported before it is asked fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import torch
 
-from .backend import AttentionBackend
+from .backend import AttentionBackend, Phase
+from .choice import AUTO, automatic, parse_choice, preferences
+from .phased import PhasedBackend
 from .spec import AttentionSpec
 
 ENTRY_POINT_GROUP = "xllm.attention_backends"
@@ -19,11 +22,12 @@ ENTRY_POINT_GROUP = "xllm.attention_backends"
 _BUILT_IN = (
     EntryPoint("torch", "xllm_attention.backends.torch_backend:TorchBackend", ENTRY_POINT_GROUP),
     EntryPoint("triton", "xllm_attention.backends.triton_backend:TritonBackend", ENTRY_POINT_GROUP),
+    EntryPoint("flashinfer", "xllm_attention.backends.flashinfer_backend:FlashInferBackend", ENTRY_POINT_GROUP),
 )
 
 
 def create_backend(
-    name: str,
+    name: str | Mapping[str, str],
     specs: Sequence[AttentionSpec],
     *,
     device: torch.device | str,
@@ -32,10 +36,11 @@ def create_backend(
     max_num_tokens: int,
     max_model_len: int,
 ) -> AttentionBackend:
-    """Makes the backend `name` for a model's layers; the page size comes later, from `bind_kv_caches`.
+    """Makes the backend for a model's layers; the page size comes later, from `bind_kv_caches`.
 
     Args:
-        name: one of `available_backends()`.
+        name: one of `available_backends()`; or `"auto"`, the best for each step by a measured table; or a choice per
+            phase, as `"decode=triton,prefill=flashinfer"` or a mapping (see `xllm_attention.choice.parse_choice`).
         specs: one per layer; the index is the layer_id.
         device: where caches, queries and device metadata lie.
         dtype: of queries and caches.
@@ -47,22 +52,37 @@ def create_backend(
         ValueError: an unknown or unavailable name (lists what is available and why the others are not), a spec that
             the backend cannot serve, or a limit below 1.
     """
-    loaded, reasons = _load_all()
-    if name not in loaded:
-        others = "".join(f"; {other!r} is not: {reason}" for other, reason in reasons.items())
-        raise ValueError(f"no attention backend {name!r}; available are {sorted(loaded)}{others}")
-    return loaded[name](
-        specs,
-        device=torch.device(device),
-        dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        max_num_tokens=max_num_tokens,
-        max_model_len=max_model_len,
-    )
+    device = torch.device(device)
+    limits = {
+        "device": device,
+        "dtype": dtype,
+        "max_num_seqs": max_num_seqs,
+        "max_num_tokens": max_num_tokens,
+        "max_model_len": max_model_len,
+    }
+    chosen = parse_choice(name)
+    if isinstance(chosen, str) and chosen != AUTO:
+        return _load(chosen)(specs, **limits)
+    wanted = {phase: AUTO for phase in Phase} if isinstance(chosen, str) else chosen
+    for other in wanted.values():
+        if other != AUTO:
+            _load(other)
+    refusals = {other: _refusal(other, specs, device, dtype) for other in _automatic_names(device, max_num_seqs)}
+    rule = automatic(device.type, refusals)
+
+    def choose(phase: Phase, num_seqs: int) -> str:
+        return rule(phase, num_seqs) if wanted[phase] == AUTO else wanted[phase]
+
+    used = dict.fromkeys(choose(phase, n) for phase in Phase for n in range(1, max(1, max_num_seqs) + 1))
+    backends = {other: _load(other)(specs, **limits) for other in used}
+    if len(backends) == 1:
+        return next(iter(backends.values()))
+    label = name if isinstance(name, str) else ",".join(f"{phase}={other}" for phase, other in name.items())
+    return PhasedBackend(label, backends, choose, specs, **limits)
 
 
 def available_backends() -> tuple[str, ...]:
-    """Names that `create_backend` accepts in this environment, sorted."""
+    """Names of single backends that `create_backend` accepts in this environment, sorted."""
     return tuple(sorted(_load_all()[0]))
 
 
@@ -71,19 +91,61 @@ def unavailable_backends() -> dict[str, str]:
     return _load_all()[1]
 
 
+def _automatic_names(device: torch.device, max_num_seqs: int) -> list[str]:
+    names: dict[str, None] = {}
+    for phase in Phase:
+        for num_seqs in range(1, max(1, max_num_seqs) + 1):
+            names.update(dict.fromkeys(preferences(device.type, phase, num_seqs)))
+    return list(names)
+
+
+def _refusal(name: str, specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot serve these layers here; None when it can."""
+    loaded = _load_point(_declared()[name])
+    if isinstance(loaded, str):
+        return loaded
+    reasons = (loaded.capabilities.refusal(spec, device=device, dtype=dtype) for spec in specs)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _declared() -> dict[str, EntryPoint]:
+    declared: dict[str, EntryPoint] = {}
+    for point in (*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP)):
+        if point.name in declared:
+            raise ValueError(f"attention backend {point.name!r} is declared twice, the second time as {point.value}")
+        declared[point.name] = point
+    return declared
+
+
+def _load(name: str) -> type[AttentionBackend]:
+    point = _declared().get(name)
+    if point is not None:
+        backend = _load_point(point)
+        if not isinstance(backend, str):
+            return backend
+    loaded, reasons = _load_all()
+    others = "".join(f"; {other!r} is not: {reason}" for other, reason in reasons.items())
+    raise ValueError(f"no attention backend {name!r}; available are {sorted(loaded)}{others}")
+
+
+def _load_point(point: EntryPoint) -> type[AttentionBackend] | str:
+    """The class, or why there is none."""
+    try:
+        backend: Any = point.load()
+    except (ImportError, AttributeError) as error:
+        return f"{point.value} cannot be loaded: {error}"
+    if isinstance(backend, type) and issubclass(backend, AttentionBackend):
+        return backend
+    return f"{point.value} is not a subclass of AttentionBackend"
+
+
 def _load_all() -> tuple[dict[str, type[AttentionBackend]], dict[str, str]]:
     loaded: dict[str, type[AttentionBackend]] = {}
     reasons: dict[str, str] = {}
-    for point in (*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP)):
-        if point.name in loaded or point.name in reasons:
-            raise ValueError(f"attention backend {point.name!r} is declared twice, the second time as {point.value}")
-        try:
-            backend = point.load()
-        except (ImportError, AttributeError) as error:
-            reasons[point.name] = f"{point.value} cannot be loaded: {error}"
-            continue
-        if isinstance(backend, type) and issubclass(backend, AttentionBackend):
-            loaded[point.name] = backend
+    for name, point in _declared().items():
+        backend = _load_point(point)
+        if isinstance(backend, str):
+            reasons[name] = backend
         else:
-            reasons[point.name] = f"{point.value} is not a subclass of AttentionBackend"
+            loaded[name] = backend
     return loaded, reasons

@@ -13,6 +13,28 @@ from xllm_attention.conformance import CASES, Case, check_large_cache, run_case
 
 pytestmark = pytest.mark.gpu
 
+BY_NAME = {case.name: case for case in CASES}
+SHAPES = ("decode", "prefill", "mixed")
+# FlashInfer compiles a kernel for every head dim, dtype, window or not, and cap or not: the whole table runs on one of
+# them, the cases that are about the others on theirs.
+PLAIN_ON_FLASHINFER = tuple(
+    replace(case, head_dim=128, dtype=torch.bfloat16, windows=(0,) * len(case.windows), soft_cap=0.0) for case in CASES
+)
+OTHER_ON_FLASHINFER = tuple(
+    replace(BY_NAME[f"{shape}-{label}"], head_dim=head_dim, dtype=dtype)
+    for labels, head_dim, dtype in (
+        (("window1", "window2", "window15", "window16", "window17", "window1000", "groups3"), 128, torch.bfloat16),
+        (("page1-window1", "page1-window2", "cap", "cap-window5"), 128, torch.bfloat16),
+        (("group1", "group5", "group8", "page1"), 64, torch.float16),
+        (("dim256",), 256, torch.float16),
+    )
+    for label in labels
+    for shape in SHAPES
+) + tuple(
+    replace(BY_NAME[name], head_dim=128, dtype=torch.bfloat16)
+    for name in ("graph-decode-windows", "graph-decode-cap", "long-prefill-window", "long-chunk", "long-chunk-cap")
+)
+
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -21,11 +43,22 @@ def test_table(backend: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_table_in_bfloat16(case: Case) -> None:
-    assert run_case(partial(create_backend, "triton"), replace(case, dtype=torch.bfloat16), device="cuda").refused is None
+def test_triton_in_bfloat16(case: Case) -> None:
+    case = replace(case, dtype=torch.bfloat16)
+    assert run_case(partial(create_backend, "triton"), case, device="cuda").refused is None
+
+
+@pytest.mark.parametrize("case", PLAIN_ON_FLASHINFER, ids=lambda case: case.name)
+def test_flashinfer_plain(case: Case) -> None:
+    assert run_case(partial(create_backend, "flashinfer"), case, device="cuda").refused is None
+
+
+@pytest.mark.parametrize("case", OTHER_ON_FLASHINFER, ids=lambda case: case.name)
+def test_flashinfer_variants(case: Case) -> None:
+    assert run_case(partial(create_backend, "flashinfer"), case, device="cuda").refused is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "triton", "flashinfer"])
 def test_offsets_beyond_int32(backend: str, dtype: torch.dtype) -> None:
     check_large_cache(partial(create_backend, backend), device="cuda", dtype=dtype)

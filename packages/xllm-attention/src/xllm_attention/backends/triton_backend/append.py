@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -28,9 +26,9 @@ def append(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def append_kernel(
-    k_ptr: Any, v_ptr: Any, k_cache_ptr: Any, v_cache_ptr: Any, slots_ptr: Any,
-    k_st: Any, k_sh: Any, k_sd: Any, v_st: Any, v_sh: Any, v_sd: Any,
-    kc_sp: Any, kc_st: Any, kc_sh: Any, kc_sd: Any, vc_sp: Any, vc_st: Any, vc_sh: Any, vc_sd: Any,
+    k_ptr: tl.tensor, v_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, slots_ptr: tl.tensor,
+    k_st: tl.tensor, k_sh: tl.tensor, k_sd: tl.tensor, v_st: tl.tensor, v_sh: tl.tensor, v_sd: tl.tensor,
+    kc_sp: tl.tensor, kc_st: tl.tensor, kc_sh: tl.tensor, kc_sd: tl.tensor, vc_sp: tl.tensor, vc_st: tl.tensor, vc_sh: tl.tensor, vc_sd: tl.tensor,
     PAGE_SIZE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr, D_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program a token. Strides: `_st` token (or place in the page), `_sh` head, `_sd` element, `_sp` page."""

@@ -7,8 +7,6 @@ see are masked where they are loaded, so that whatever lies in unused pages neve
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -18,7 +16,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scores_of(products: Any, scale: Any, soft_cap: Any, CAP: tl.constexpr) -> Any:
+def scores_of(products: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """Scores in units of log 2: scaled, and capped where CAP is set."""
     if CAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1); neither end of it overflows.
@@ -29,12 +27,12 @@ def scores_of(products: Any, scale: Any, soft_cap: Any, CAP: tl.constexpr) -> An
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_tile(
-    acc: Any, top: Any, total: Any, q: Any, positions: Any, start: Any, end: Any, q_positions: Any,
-    k_ptr: Any, v_ptr: Any, pages_ptr: Any, k_sp: Any, k_st: Any, k_sd: Any, v_sp: Any, v_st: Any, v_sd: Any,
-    scale: Any, soft_cap: Any,
+    acc: tl.tensor, top: tl.tensor, total: tl.tensor, q: tl.tensor, positions: tl.tensor, start: tl.tensor, end: tl.tensor, q_positions: tl.tensor,
+    k_ptr: tl.tensor, v_ptr: tl.tensor, pages_ptr: tl.tensor, k_sp: tl.tensor, k_st: tl.tensor, k_sd: tl.tensor, v_sp: tl.tensor, v_st: tl.tensor, v_sd: tl.tensor,
+    scale: tl.tensor, soft_cap: tl.tensor,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     CAUSAL: tl.constexpr, PAGED: tl.constexpr, IEEE: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """Adds the keys [start, start + N) of one tile to the running (acc [M, D], top [M], total [M])."""
     key = start + positions
     exists = key < end
@@ -74,14 +72,14 @@ def attend_tile(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_kernel(
-    q_ptr: Any, k_new_ptr: Any, v_new_ptr: Any, out_ptr: Any, k_cache_ptr: Any, v_cache_ptr: Any,
-    items_ptr: Any, pages_ptr: Any,
-    partial_ptr: Any,  # [items, K, R, D_PAD] fp32: weighted sums of one chunk each
-    state_ptr: Any,  # [items, K, 2, R] fp32: their top scores and totals
-    arrived_ptr: Any,  # [items, K] int32: programs of a tile that have ended; 0 between launches
-    q_st: Any, q_sh: Any, q_sd: Any, kn_st: Any, kn_sh: Any, kn_sd: Any, vn_st: Any, vn_sh: Any, vn_sd: Any,
-    o_st: Any, o_sh: Any, o_sd: Any,
-    kc_sp: Any, kc_st: Any, kc_sh: Any, kc_sd: Any, vc_sp: Any, vc_st: Any, vc_sh: Any, vc_sd: Any,
+    q_ptr: tl.tensor, k_new_ptr: tl.tensor, v_new_ptr: tl.tensor, out_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor,
+    items_ptr: tl.tensor, pages_ptr: tl.tensor,
+    partial_ptr: tl.tensor,  # [items, K, R, D_PAD] fp32: weighted sums of one chunk each
+    state_ptr: tl.tensor,  # [items, K, 2, R] fp32: their top scores and totals
+    arrived_ptr: tl.tensor,  # [items, K] int32: programs of a tile that have ended; 0 between launches
+    q_st: tl.tensor, q_sh: tl.tensor, q_sd: tl.tensor, kn_st: tl.tensor, kn_sh: tl.tensor, kn_sd: tl.tensor, vn_st: tl.tensor, vn_sh: tl.tensor, vn_sd: tl.tensor,
+    o_st: tl.tensor, o_sh: tl.tensor, o_sd: tl.tensor,
+    kc_sp: tl.tensor, kc_st: tl.tensor, kc_sh: tl.tensor, kc_sd: tl.tensor, vc_sp: tl.tensor, vc_st: tl.tensor, vc_sh: tl.tensor, vc_sd: tl.tensor,
     scale: tl.constexpr, soft_cap: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr,
@@ -204,8 +202,8 @@ def attend_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def combine(
-    out_ptr: Any, partial_ptr: Any, state_ptr: Any, first: Any, chunks: Any, kv_head: Any,
-    first_token: Any, tile: Any, num_rows: Any, o_st: Any, o_sh: Any, o_sd: Any,
+    out_ptr: tl.tensor, partial_ptr: tl.tensor, state_ptr: tl.tensor, first: tl.tensor, chunks: tl.tensor, kv_head: tl.tensor,
+    first_token: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, o_st: tl.tensor, o_sh: tl.tensor, o_sd: tl.tensor,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:  # fmt: skip

@@ -9,8 +9,6 @@ so a captured launch is right for every length.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -30,7 +28,7 @@ ITEM_WIDTH = tl.constexpr(16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def chunk_counts(q_lens: Any, kv_lens: Any, G: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr) -> Any:
+def chunk_counts(q_lens: tl.tensor, kv_lens: tl.tensor, G: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
     """Tiles of query rows of each sequence, and the number of keys that its queries see."""
     tiles = (q_lens * G + BLOCK_M - 1) // BLOCK_M
     seen = kv_lens
@@ -41,12 +39,12 @@ def chunk_counts(q_lens: Any, kv_lens: Any, G: tl.constexpr, WINDOW: tl.constexp
 
 @triton.jit(do_not_specialize=["num_seqs", "num_items", "target", "wave"])  # type: ignore[untyped-decorator]
 def worklist_kernel(
-    kv_indptr_ptr: Any,  # [B + 1] cumulative KV lengths
-    qo_indptr_ptr: Any,  # [B + 1]; unused in decode
-    table_indptr_ptr: Any,  # [B + 1] into the page indices
-    slots_ptr: Any,  # [T]; used in decode only
-    items_ptr: Any,  # [capacity, ITEM_WIDTH]
-    num_seqs: Any, num_items: Any, target: Any, wave: Any,
+    kv_indptr_ptr: tl.tensor,  # [B + 1] cumulative KV lengths
+    qo_indptr_ptr: tl.tensor,  # [B + 1]; unused in decode
+    table_indptr_ptr: tl.tensor,  # [B + 1] into the page indices
+    slots_ptr: tl.tensor,  # [T]; used in decode only
+    items_ptr: tl.tensor,  # [capacity, ITEM_WIDTH]
+    num_seqs: tl.tensor, num_items: tl.tensor, target: tl.tensor, wave: tl.tensor,
     G: tl.constexpr, WINDOW: tl.constexpr, DECODE: tl.constexpr, BLOCK_M: tl.constexpr,
     UNIT: tl.constexpr, LEAST_UNITS: tl.constexpr, ENOUGH_UNITS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
