@@ -1,0 +1,149 @@
+"""Tiny random models of every family, and worlds of them behind two executors: one with graphs, one eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from xllm_executor import ModelExecutor
+from xllm_graph.conformance import Limits, World
+from xllm_metadata import LayerCache
+from xllm_models import CausalLM, get_model_class
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama", "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    },
+    "qwen3": {
+        "model_type": "qwen3", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+COMMON = {"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "float32"}
+LIMITS = Limits(max_num_seqs=11, max_num_tokens=24, max_model_len=40, page_size=4, num_blocks=140, vocab_size=131)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where graphs are captured, and with which attention."""
+
+    graph_backend: str
+    graph_runtime: str
+    device: str
+    attention: str
+
+
+PLACES = [
+    pytest.param(
+        Place(graph_backend="recorded", graph_runtime="recorded", device="cpu", attention="torch"), id="recorded-torch"
+    ),
+    pytest.param(
+        Place(graph_backend="cudagraphs", graph_runtime="cuda", device="cuda", attention="torch"),
+        id="cuda-torch",
+        marks=pytest.mark.gpu,
+    ),
+]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests run where they are asked for, and fail there without a GPU; elsewhere they are no part of the suite."""
+    if "gpu" not in config.option.markexpr:
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    """Every place in turn."""
+    value: Place = request.param
+    return value
+
+
+@pytest.fixture(params=sorted(MODELS))
+def family(request: pytest.FixtureRequest) -> str:
+    """Every model family in turn."""
+    name: str = request.param
+    return name
+
+
+def make_model(family: str, device: str, **changes: Any) -> CausalLM:
+    """A model of the family with random weights."""
+    config = MODELS[family] | COMMON | changes
+    model = get_model_class(family)(config, device=device, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(values + 1 if parameter.dim() == 1 else values)
+    return model
+
+
+def make_executor(
+    model: CausalLM, place: Place, limits: Limits = LIMITS, **options: Any
+) -> tuple[ModelExecutor, list[LayerCache]]:
+    """An executor that is warmed up, and its caches."""
+    config = {
+        "attention_backend": place.attention,
+        "max_tokens_per_batch": limits.max_num_tokens,
+        "max_model_len": limits.max_model_len,
+    }
+    executor = ModelExecutor(model, config | options, limits.max_num_seqs)
+    shapes = [(limits.num_blocks, limits.page_size, s.num_kv_heads, s.head_dim) for s in model.attention_specs]
+    caches = [
+        LayerCache(*(torch.full(shape, torch.nan, device=place.device, dtype=model.dtype) for _ in "kv"))
+        for shape in shapes
+    ]
+    executor.bind_kv_caches(caches)
+    executor.warmup()
+    return executor, caches
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """A world and the executor that it checks."""
+
+    world: World
+    executor: ModelExecutor
+    model: CausalLM
+
+
+MakeSetup = Callable[..., Setup]
+
+
+@pytest.fixture
+def make_setup(place: Place) -> MakeSetup:
+    """Makes a setup of a family; options go to the executor with graphs, `limits` to both, `changes` to the model."""
+
+    def make(family: str, *, limits: Limits = LIMITS, changes: dict[str, Any] | None = None, **options: Any) -> Setup:
+        model = make_model(family, place.device, **(changes or {}))
+        graph = {"python_graph_backend": place.graph_backend, "eager_is_error": True} | options
+        if graph["python_graph_backend"] == "piecewise":
+            graph["graph_runtime"] = place.graph_runtime
+        executor, caches = make_executor(model, place, limits, **graph)
+        truth, truth_caches = make_executor(model, place, limits)
+        world = World(
+            executor.execute,
+            executor.runners,
+            caches,
+            truth.execute,
+            truth_caches,
+            limits=limits,
+            device=place.device,
+        )
+        return Setup(world=world, executor=executor, model=model)
+
+    return make
