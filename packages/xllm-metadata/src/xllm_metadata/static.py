@@ -7,6 +7,7 @@ nothing of graphs: a runner decides when to fill and to which size.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,13 +70,23 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             raise ValueError(f"unknown optional fields {unknown}; known are {sorted(known)}")
         self.device = torch.device(device)
         self._buffers: dict[str, torch.Tensor] = {}
+        self._scalars: list[str] = []
+        self._held: list[Field] = []
         for field in FIELDS:
             if not field.kind.is_tensor:
+                self._scalars.append(field.name)
                 setattr(self, field.name, False if field.kind is Kind.BOOL else 0)
             elif field.when is When.OPTIONAL and field.name not in optional:
                 setattr(self, field.name, None)
             else:
+                self._held.append(field)
                 self._buffers[field.name] = self._allocate(field)
+        # What tails of constant padding are copied from, so that one launch does them and the live parts.
+        rows = max(max_num_tokens, max_num_seqs + 1)
+        self._constants = {
+            value: torch.full((rows,), value, dtype=torch.int32, device=self.device) for value in (0, -1)
+        }
+        self._layouts: dict[tuple[int, int], tuple[_View, ...]] = {}
 
     def buffer(self, name: str) -> torch.Tensor:
         """The whole buffer of a tensor field. Raises `KeyError` for a field that is not held."""
@@ -90,52 +101,56 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             ValueError: the padded size is below the live size or above the capacity, or a field that must be present
                 is None. Nothing has been changed then.
         """
-        padded = {"T": num_tokens, "B": num_seqs}
-        sources = {field.name: self._source(field, metadata, padded) for field in FIELDS}
-        for field in FIELDS:
-            source = sources[field.name]
-            if isinstance(source, torch.Tensor):
-                setattr(self, field.name, self._fill_tensor(field, source, padded))
-            else:
-                setattr(self, field.name, source)
+        views = self._layout(num_tokens, num_seqs)
+        is_decode = not (metadata.is_prefill or metadata.is_chunked_prefill)
+        sources = [view.checked(getattr(metadata, view.field.name), is_decode) for view in views]
+        copies = _Copies()
+        for view, source in zip(views, sources, strict=True):
+            field = view.field
+            value = None if source is None else view.tensor
+            setattr(self, field.name, value)
             if field.alias is not None:
-                setattr(self, field.alias, getattr(self, field.name))
+                setattr(self, field.alias, value)
+            if source is not None:
+                self._fill(view, source, copies)
+        copies.launch()
+        for name in self._scalars:
+            setattr(self, name, getattr(metadata, name))
 
-    def _source(
-        self, field: Field, metadata: AttentionMetadata, padded: dict[str, int]
-    ) -> torch.Tensor | int | bool | None:
-        value = getattr(metadata, field.name)
-        if not field.kind.is_tensor:
-            return value  # type: ignore[no-any-return]
-        if field.name not in self._buffers:
-            return None
-        if value is None:
-            decode = not (metadata.is_prefill or metadata.is_chunked_prefill)
-            if field.when is When.UNLESS_DECODE and decode:
-                return None
-            raise ValueError(f"{field.name} is None; this step must have it")
-        shape = self._shape(field, {**self._capacity, **padded})
-        for axis, (symbol, live, size) in enumerate(zip(field.shape, value.shape, shape, strict=True)):
-            limit = self._buffers[field.name].shape[axis]
-            if not live <= size <= limit:
-                raise ValueError(f"{field.name}: {symbol} is {live} in the step, {size} after padding, {limit} at most")
-        return value  # type: ignore[no-any-return]
+    def _fill(self, view: _View, source: torch.Tensor, copies: _Copies) -> None:
+        field, target = view.field, view.tensor
+        rows, size = source.shape[0], view.sizes[0]
+        constant = field.padding.fill_value
+        if source.dim() > 1:
+            if constant is not None and source.shape != target.shape:
+                target.fill_(constant)
+            target[tuple(slice(0, live) for live in source.shape)].copy_(source, non_blocking=True)
+            return
+        batched = field.where is Where.DEVICE and field.kind is Kind.TENSOR_INT32
+        live = target if rows == size else target[:rows]
+        if batched:
+            copies.add(live, source)
+        else:
+            live.copy_(source, non_blocking=True)
+        if rows == size or field.padding is Padding.UNTOUCHED:
+            return
+        tail = target[rows:]
+        if constant is None:
+            tail.copy_(source[-1:].expand(size - rows), non_blocking=True)
+        elif batched:
+            copies.add(tail, self._constants[constant][: size - rows])
+        else:
+            tail.fill_(constant)
 
-    def _fill_tensor(self, field: Field, source: torch.Tensor, padded: dict[str, int]) -> torch.Tensor:
-        buffer = self._buffers[field.name]
-        shape = self._shape(field, {**self._capacity, **padded})
-        view = buffer[tuple(slice(0, size) for size in shape)]
-        live = view[tuple(slice(0, size) for size in source.shape)]
-        rows = source.shape[0]
-        if field.padding.fill_value is not None and live.shape != view.shape:
-            if source.dim() == 1:
-                view[rows:].fill_(field.padding.fill_value)
-            else:
-                view.fill_(field.padding.fill_value)
-        live.copy_(source, non_blocking=True)
-        if field.padding is Padding.REPEAT_LAST and rows < view.shape[0]:
-            view[rows:].copy_(source[-1:].expand(view.shape[0] - rows), non_blocking=True)
-        return view
+    def _layout(self, num_tokens: int, num_seqs: int) -> tuple[_View, ...]:
+        """The views of every held buffer at a padded size; made once for each size that fits."""
+        layout = self._layouts.get((num_tokens, num_seqs))
+        if layout is None:
+            sizes = {**self._capacity, "T": num_tokens, "B": num_seqs}
+            layout = tuple(_View.of(field, self._shape(field, sizes), self.buffer(field.name)) for field in self._held)
+            if all(size <= limit for view in layout for size, limit in zip(view.sizes, view.limits, strict=True)):
+                self._layouts[num_tokens, num_seqs] = layout
+        return layout
 
     def _allocate(self, field: Field) -> torch.Tensor:
         on_host = field.where is Where.HOST
@@ -149,3 +164,48 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
     @staticmethod
     def _shape(field: Field, sizes: dict[str, int]) -> tuple[int, ...]:
         return tuple(sizes[symbol.removesuffix("+1")] + symbol.endswith("+1") for symbol in field.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """One buffer at one padded size."""
+
+    field: Field
+    sizes: tuple[int, ...]  # wanted
+    limits: tuple[int, ...]  # of the buffer
+    tensor: torch.Tensor  # as much of the buffer as is wanted, and there
+
+    @classmethod
+    def of(cls, field: Field, sizes: tuple[int, ...], buffer: torch.Tensor) -> _View:
+        return cls(
+            field=field, sizes=sizes, limits=tuple(buffer.shape), tensor=buffer[tuple(slice(0, n) for n in sizes)]
+        )
+
+    def checked(self, value: torch.Tensor | None, is_decode: bool) -> torch.Tensor | None:
+        """The step's tensor; None where the step may lack it. Raises `ValueError` when it lacks it or does not fit."""
+        if value is None:
+            if self.field.when is When.UNLESS_DECODE and is_decode:
+                return None
+            raise ValueError(f"{self.field.name} is None; this step must have it")
+        for symbol, live, size, limit in zip(self.field.shape, value.shape, self.sizes, self.limits, strict=True):
+            if not live <= size <= limit:
+                raise ValueError(
+                    f"{self.field.name}: {symbol} is {live} in the step, {size} after padding, {limit} at most"
+                )
+        return value
+
+
+class _Copies:
+    """Copies of one step between device tensors, launched together: a launch costs more than what it copies."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._targets.append(target)
+        self._sources.append(source)
+
+    def launch(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
