@@ -1,0 +1,130 @@
+"""Warm-up: all runs once before it is captured, nothing leaks to other threads, a failure leaves no trace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from xllm_graph import CaptureError, CaptureReport
+from xllm_graph.conformance import SCENARIOS, ConformanceError
+
+MakeSetup = Callable[..., Any]
+
+
+def test_every_shape_runs_before_it_is_captured(make_setup: MakeSetup) -> None:
+    """A kernel that compiles or tunes itself must do so outside of the capture."""
+    setup = make_setup(warm=False)
+    forward = type(setup.model).forward
+    capturing = [False]
+    seen: dict[str, list[tuple[bool, int]]] = {"forward": [], "head": []}
+
+    def watched(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        seen["forward"].append((capturing[0], tokens.shape[0]))
+        return forward(setup.model, tokens, positions)
+
+    begin, end = setup.runtime.begin, setup.runtime.end
+    setup.runtime.begin = lambda: (capturing.__setitem__(0, True), begin())
+    setup.runtime.end = lambda: (capturing.__setitem__(0, False), end())[1]
+    setup.model.forward = watched
+    setup.runners.warmup()
+    captured = [size for is_capture, size in seen["forward"] if is_capture]
+    assert captured == [*reversed(setup.piecewise.buckets), *reversed(setup.decode.buckets)]
+    for index, (is_capture, size) in enumerate(seen["forward"]):
+        assert not is_capture or (False, size) in seen["forward"][:index]
+
+
+def test_attention_of_every_kind_runs_in_warmup(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = make_setup(warm=False)
+    phases = set()
+    plan_step = type(setup.backend)._plan_step
+
+    def watched(self: Any, step: Any) -> None:
+        if step.num_tokens:
+            phases.add((step.phase.value, step.graph))
+        plan_step(self, step)
+
+    monkeypatch.setattr(type(setup.backend), "_plan_step", watched)
+    setup.runners.warmup()
+    assert phases == {("prefill", False), ("chunked", False), ("decode", False), ("decode", True)}
+
+
+def test_warmup_writes_nothing_and_reports_everything(make_setup: MakeSetup) -> None:
+    setup = make_setup(warm=False)
+    reports: list[CaptureReport] = []
+    setup.runners.warmup(reports.append)
+    assert all(torch.isnan(cache).all() for cache in setup.world._caches)
+    assert tuple(reports) == setup.runners.reports
+    assert len(reports) == setup.runners.num_captures
+    assert {report.num_graphs for report in setup.decode.reports} == {1}
+    assert {report.num_graphs for report in setup.piecewise.reports} == {3}  # two attention layers
+    assert sum(report.memory_bytes for report in reports) == setup.runners.memory_bytes
+
+
+def test_work_in_another_thread_goes_on_during_a_capture(make_setup: MakeSetup) -> None:
+    """What is not part of a capture may read values, allocate and wait as it likes."""
+    setup = make_setup(warm=False)
+    stop = threading.Event()
+    results: list[object] = []
+
+    def work() -> None:
+        x = torch.ones(64, device=setup.backend.device)
+        while not stop.is_set():
+            results.append((x * 2).sum().item())
+            results.append(x.tolist()[0])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        setup.runners.warmup()
+    finally:
+        stop.set()
+        thread.join()
+    assert set(results) == {128.0, 1.0}
+    SCENARIOS[-1](setup.world)
+
+
+def test_a_step_in_another_thread_than_the_warmup(make_setup: MakeSetup) -> None:
+    setup = make_setup()
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            SCENARIOS[-1](setup.world)
+        except (ConformanceError, RuntimeError, ValueError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors
+
+
+def test_a_failed_capture_leaves_eager_execution_usable(make_setup: MakeSetup) -> None:
+    setup = make_setup(warm=False)
+    forward = type(setup.model).forward
+
+    def failing(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = forward(setup.model, tokens, positions)
+        hidden.sum().item()
+        return hidden
+
+    setup.model.forward = failing
+    with pytest.raises((CaptureError, RuntimeError)):
+        setup.runners.warmup()
+    del setup.model.forward
+    request = setup.world.add()
+    assert setup.world.step((request, 3)).tolist()
+    assert setup.runners.stats.eager_reasons == {"not_warmed_up": 1}
+
+
+def test_release_gives_the_memory_back(make_setup: MakeSetup) -> None:
+    setup = make_setup()
+    assert setup.runners.memory_bytes > 0
+    setup.runners.release()
+    assert setup.runners.memory_bytes == 0
+    setup.world.step((setup.world.add(), 3))
+    assert set(setup.runners.stats.steps) == {"eager"}
