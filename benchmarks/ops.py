@@ -38,13 +38,22 @@ def cases(num_tokens: int, device: str, dtype: torch.dtype) -> dict[str, Call]:
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, device=device) * 0.1).to(dtype)
 
-    hidden, residual, weight, head_weight = random(num_tokens, HIDDEN), random(num_tokens, HIDDEN), random(HIDDEN), random(HEAD_DIM)
+    hidden, residual, weight, head_weight = (
+        random(num_tokens, HIDDEN),
+        random(num_tokens, HIDDEN),
+        random(HIDDEN),
+        random(HEAD_DIM),
+    )
     heads = random(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     q, k = heads[:, :HEADS], heads[:, HEADS : HEADS + KV_HEADS]
     positions = torch.arange(num_tokens, device=device, dtype=torch.int32)
     table = torch.randn(num_tokens, HEAD_DIM, device=device)
     gate_up = random(num_tokens, 2 * INTERMEDIATE)
-    experts = random(num_tokens, EXPERTS), random(EXPERTS, 2 * EXPERT_FEATURES, HIDDEN), random(EXPERTS, HIDDEN, EXPERT_FEATURES)
+    experts = (
+        random(num_tokens, EXPERTS),
+        random(EXPERTS, 2 * EXPERT_FEATURES, HIDDEN),
+        random(EXPERTS, HIDDEN, EXPERT_FEATURES),
+    )
     matrix = random(*MATRICES["qkv"])
     return {
         "rms_norm": lambda: ops.rms_norm(hidden, weight, 1e-6),
@@ -153,7 +162,9 @@ def main() -> None:
                 chains.setdefault(str(num_tokens), {})[label] = times
                 print(f"{num_tokens:6} tokens  products, {label}: {times}", flush=True)
     if arguments.out:
-        arguments.out.write_text(json.dumps({"dtype": arguments.dtype, "ops": table, "matrix_products_us": chains}, indent=1))
+        arguments.out.write_text(
+            json.dumps({"dtype": arguments.dtype, "ops": table, "matrix_products_us": chains}, indent=1)
+        )
 
 
 if __name__ == "__main__":

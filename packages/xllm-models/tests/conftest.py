@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,15 +31,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
+def beside(name: str) -> ModuleType:
+    """The module `name`, which lies beside this file (tests are imported by path, so it has no package)."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`family` and `number` together: the random configurations of every family."""
+    if "number" in metafunc.fixturenames:
+        numbers = range(50 if metafunc.config.getoption("thorough") else 10)
+        pairs = [(family, number) for family in beside("random_configs").FAMILIES for number in numbers]
+        metafunc.parametrize(("family", "number"), pairs)
+
+
 @pytest.fixture(scope="session")
 def paged() -> ModuleType:
-    """The module `paged_session`, which lies beside this file."""
-    spec = importlib.util.spec_from_file_location("paged_session", Path(__file__).with_name("paged_session.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The module `paged_session`."""
+    return beside("paged_session")
+
+
+@pytest.fixture(scope="session")
+def draw_config() -> Callable[[str, int], dict[str, Any]]:
+    """(family, number) -> the arguments of a random configuration."""
+    draw: Callable[[str, int], dict[str, Any]] = beside("random_configs").draw
+    return draw
+
+
+@pytest.fixture(scope="session")
+def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The `RankPool`: four ranks over gloo, started once."""
+    with beside("rank_pool").RankPool(tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

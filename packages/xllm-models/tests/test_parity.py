@@ -73,20 +73,49 @@ def test_logits_equal_hf_over_prefill_chunks_mixed_and_decode(
     model_type, config = CASES[case]
     hf, directory = write_checkpoint(model_type, seed=sorted(CASES).index(case), **config)
     want = hf_logits(hf)
-    for sequence, start, logits in paged.run_steps(load_model(directory)):
+    assert_close(paged.run_steps(load_model(directory)), want)
+
+
+def assert_close(results: Any, want: list[torch.Tensor]) -> None:
+    for sequence, start, logits in results:
         expected = want[sequence][start : start + len(logits)]
         assert logits.shape == expected.shape
         assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_random_configs_equal_hf_on_1_2_and_4_ranks(
+    family: str,
+    number: int,
+    draw_config: Callable[..., dict[str, Any]],
+    write_checkpoint: Callable[..., Any],
+    hf_logits: Callable[..., list[torch.Tensor]],
+    paged: ModuleType,
+    rank_pool: Any,
+) -> None:
+    hf, directory = write_checkpoint(family, seed=number, **draw_config(family, number))
+    want = hf_logits(hf)
+    # Longer than every text. Only longrope asks: whether that is longer than the trained length.
+    options = {"max_model_len": 24} if family == "phi3" else {}
+    assert_close(paged.run_steps(load_model(directory, **options)), want)
+    for size in (2, 4):
+        first, *others = rank_pool.run(directory, size, **options)
+        assert_close(first, want)
+        for other in others:
+            assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe"])
 def test_bf16_stays_as_near_to_fp32_as_hf_does(
     model_type: str,
     write_checkpoint: Callable[..., Any],
     hf_logits: Callable[..., list[torch.Tensor]],
     paged: ModuleType,
 ) -> None:
-    hf, directory = write_checkpoint(model_type, head_dim=8)
+    own = {
+        "phi3": {"pad_token_id": None},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    }
+    hf, directory = write_checkpoint(model_type, head_dim=8, **own.get(model_type, {}))
     exact = hf_logits(hf)
     theirs = [logits.float() for logits in hf_logits(hf.bfloat16())]
     ours = [torch.empty_like(logits) for logits in exact]

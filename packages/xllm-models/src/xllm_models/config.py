@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from .config_keys import ConfigKeys
-from .rope_config import RopeConfig, parse_rope
+from .moe_config import MoEConfig
+from .rope_config import RopeConfig, parse_layer_ropes
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -56,6 +57,11 @@ class ModelConfig:
     layer_types: tuple[str, ...]  # one a layer, or empty
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    sliding_rope: RopeConfig | None = None  # of the layers that slide, where it is not `rope`
+    moe: MoEConfig | None = None
+    query_pre_attn_scalar: float | None = None  # attention scores are divided by its root; None: by head_dim's
+    final_logit_softcapping: float = 0.0  # 0: none
+    max_model_len: int = 0  # the longest sequence to be served; 0: all that the positions allow
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as read, for own keys
 
     def __post_init__(self) -> None:
@@ -79,7 +85,18 @@ class ModelConfig:
     @property
     def num_positions(self) -> int:
         """Positions that the model serves; more than max_position_embeddings where the rope type extends it."""
-        return self.rope.num_positions(self.max_position_embeddings)
+        num_positions = self.rope.num_positions(self.max_position_embeddings)
+        return min(num_positions, self.max_model_len) if self.max_model_len else num_positions
+
+    def slides(self, layer_id: int) -> bool:
+        """Whether the layer has the sliding window: `layer_types` says so, else those from a depth on have it."""
+        if self.layer_types:
+            return self.layer_types[layer_id] == "sliding_attention"
+        return layer_id >= self.max_window_layers
+
+    def window(self, layer_id: int) -> int:
+        """The layer's sliding window, 0 for none."""
+        return self.sliding_window if self.slides(layer_id) else 0
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -98,6 +115,8 @@ class ModelConfig:
             if num_heads < 1 or hidden_size % num_heads:
                 raise ValueError(f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}")
             head_dim = hidden_size // num_heads
+        rope, sliding_rope = parse_layer_ropes(raw, max_position_embeddings, defaults)
+        num_layers = keys.integer("num_hidden_layers", "n_layers")
         architectures = keys.strings("architectures")
         model_type = keys.string("model_type", default=architectures[0] if architectures else None)
         return cls(
@@ -107,20 +126,24 @@ class ModelConfig:
             vocab_size=keys.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=keys.integer("intermediate_size"),
-            num_layers=keys.integer("num_hidden_layers", "n_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=keys.integer("num_key_value_heads", "n_kv_heads", default=num_heads),
             head_dim=head_dim,
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=keys.number("rms_norm_eps", default=1e-6),
-            hidden_act=keys.string("hidden_act", default="silu"),
-            rope=parse_rope(raw, max_position_embeddings),
+            hidden_act=keys.string("hidden_act", "hidden_activation", default="silu"),
+            rope=rope,
+            sliding_rope=sliding_rope,
             attention_bias=keys.boolean("attention_bias", default=False),
             mlp_bias=keys.boolean("mlp_bias", default=False),
             tie_word_embeddings=keys.boolean("tie_word_embeddings", default=False),
-            sliding_window=_sliding_window(raw, keys),
+            sliding_window=_sliding_window(raw, keys, defaults or {}),
             max_window_layers=keys.integer("max_window_layers", default=0),
-            layer_types=keys.strings("layer_types"),
+            layer_types=_layer_types(keys, num_layers),
+            moe=MoEConfig.parse(keys),
+            query_pre_attn_scalar=keys.optional_float("query_pre_attn_scalar"),
+            final_logit_softcapping=keys.number("final_logit_softcapping", default=0.0),
             bos_token_id=keys.optional_int("bos_token_id"),
             eos_token_ids=_eos_token_ids(keys),
             raw=dict(raw),
@@ -154,6 +177,14 @@ class ModelConfig:
             args["bos_token_id"] = self.bos_token_id
         if self.architecture != self.model_type:
             args["architectures"] = [self.architecture]
+        if self.sliding_rope is not None:
+            args["rope_local_base_freq"] = self.sliding_rope.theta
+        if self.query_pre_attn_scalar is not None:
+            args["query_pre_attn_scalar"] = self.query_pre_attn_scalar
+        if self.final_logit_softcapping:
+            args["final_logit_softcapping"] = self.final_logit_softcapping
+        if self.moe is not None:
+            args |= self.moe.to_model_args()
         return args | self.rope.to_model_args()
 
 
@@ -164,14 +195,27 @@ def _refuse_quantization(raw: Mapping[str, Any]) -> None:
         raise ValueError(f"quantization_config with quant_method {method!r} is not supported")
 
 
-def _sliding_window(raw: Mapping[str, Any], keys: ConfigKeys) -> int:
+def _sliding_window(raw: Mapping[str, Any], keys: ConfigKeys, defaults: Mapping[str, Any]) -> int:
     """0 where windows are off: by `use_sliding_window`, or by a null window, which is not an absent one."""
-    if not keys.boolean("use_sliding_window", default=False) or raw.get("sliding_window", 1) is None:
+    absent_or_null = raw.get("sliding_window", defaults.get("sliding_window", 1)) is None
+    if not keys.boolean("use_sliding_window", default=False) or absent_or_null:
         return 0
     window = keys.integer("sliding_window")
     if window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {window}")
     return window
+
+
+def _layer_types(keys: ConfigKeys, num_layers: int) -> tuple[str, ...]:
+    """As given, or from a pattern of n: the last of every n layers attends to all, those before it slide."""
+    layer_types = keys.strings("layer_types")
+    pattern = keys.optional_int("sliding_window_pattern")
+    if layer_types or pattern is None:
+        return layer_types
+    if pattern < 1:
+        raise ValueError(f"sliding_window_pattern must be at least 1, got {pattern}")
+    kinds = ("full_attention", "sliding_attention")
+    return tuple(kinds[bool((layer_id + 1) % pattern)] for layer_id in range(num_layers))
 
 
 def _eos_token_ids(keys: ConfigKeys) -> tuple[int, ...]:

@@ -86,6 +86,13 @@ class ConfigKeys:
             raise ValueError(f"{names[0]} in {self._where} must be an integer or a list of them, got {value!r}")
         return values
 
+    def numbers(self, *names: str) -> tuple[float, ...]:
+        """A list of numbers; absent means none."""
+        value = self._typed(names, (list, tuple), "a list of numbers")
+        if any(not isinstance(one, (int, float)) or isinstance(one, bool) for one in value or ()):
+            raise ValueError(f"{names[0]} in {self._where} must be a list of numbers, got {value!r}")
+        return tuple(float(one) for one in value or ())
+
     def strings(self, *names: str) -> tuple[str, ...]:
         """A list of strings; absent means none."""
         value = self._typed(names, (list, tuple), "a list of strings")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     tp_rank: int = 0,
     tp_size: int = 1,
+    max_model_len: int | None = None,
     progress: bool = False,
 ) -> CausalLM:
     """Build the model of a HF checkpoint directory on `device` and load its weights.
@@ -30,6 +32,8 @@ def load_model(
         device: where the weights live; one that is not there is a ValueError.
         dtype: of weights and activations; None takes the config's.
         tp_rank, tp_size: this rank's share, see `TensorParallel`.
+        max_model_len: the longest sequence to be served; None: all that the positions allow. It sizes the rotary
+            tables, and decides for longrope (Phi-3) between the factors of short and of long sequences.
         progress: show a bar on stderr.
 
     Raises:
@@ -43,6 +47,12 @@ def load_model(
     name = architectures[0] if architectures else keys.string("model_type")
     model_class = get_model_class(name)
     config = ModelConfig.from_dict(raw, defaults=model_class.config_defaults)
+    if max_model_len is not None:
+        if not 0 < max_model_len <= config.num_positions:
+            raise ValueError(
+                f"max_model_len {max_model_len} is outside 1 to {config.num_positions}, the model's positions"
+            )
+        config = replace(config, max_model_len=max_model_len)
     checkpoint = open_checkpoint(directory)
     model = model_class(
         config,

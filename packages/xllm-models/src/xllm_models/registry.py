@@ -13,13 +13,18 @@ from .causal_lm import CausalLM
 
 ENTRY_POINT_GROUP = "xllm.models"
 
-_LLAMA = "xllm_models.models.llama:LlamaForCausalLM"
-_QWEN3 = "xllm_models.models.qwen3:Qwen3ForCausalLM"
 _BUILT_IN = {
-    "LlamaForCausalLM": _LLAMA,
-    "llama": _LLAMA,
-    "Qwen3ForCausalLM": _QWEN3,
-    "qwen3": _QWEN3,
+    name: f"xllm_models.models.{module}:{architecture}"
+    for module, architecture, model_type in (
+        ("gemma3", "Gemma3ForCausalLM", "gemma3_text"),
+        ("llama", "LlamaForCausalLM", "llama"),
+        ("mistral", "MistralForCausalLM", "mistral"),
+        ("phi3", "Phi3ForCausalLM", "phi3"),
+        ("qwen2", "Qwen2ForCausalLM", "qwen2"),
+        ("qwen3", "Qwen3ForCausalLM", "qwen3"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe"),
+    )
+    for name in (architecture, model_type)
 }
 
 _registered: dict[str, type[CausalLM]] = {}

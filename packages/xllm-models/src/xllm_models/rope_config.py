@@ -13,7 +13,7 @@ from typing import Any
 
 from .config_keys import ConfigKeys
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 # The flat ModelArgs name of a parameter is this prefix and the name inside rope_parameters.
 _FLAT = "rope_scaling_"
@@ -29,6 +29,8 @@ _FLAT_NAMES = (
     "mscale",
     "mscale_all_dim",
     "truncate",
+    "short_factor",
+    "long_factor",
 )
 
 
@@ -40,15 +42,17 @@ class RopeConfig:
     theta: float = 10000.0
     partial_rotary_factor: float = 1.0  # the share of a head's features that is rotated
     factor: float = 1.0
-    original_max_position_embeddings: int = 0  # the trained length; dynamic, llama3, yarn
+    original_max_position_embeddings: int = 0  # the trained length; dynamic, llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn; None: from the factor and the mscales
+    attention_factor: float | None = None  # yarn, longrope; None: from the factor (and yarn's mscales)
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    short_factor: tuple[float, ...] = ()  # longrope, one a frequency: the divisors up to the trained length
+    long_factor: tuple[float, ...] = ()  # longrope: those beyond it
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -62,11 +66,15 @@ class RopeConfig:
 
     @property
     def attention_scaling(self) -> float:
-        """What cosines and sines are multiplied by: yarn's temperature (arXiv:2309.00071, 3.4), else 1."""
-        if self.rope_type != "yarn":
+        """What cosines and sines are multiplied by: 1, or the temperature of yarn (arXiv:2309.00071, 3.4) and of
+        longrope (arXiv:2402.13753)."""
+        if self.rope_type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.rope_type == "longrope":
+            longer = max(math.log(self.factor), 0.0)
+            return math.sqrt(1.0 + longer / math.log(self.original_max_position_embeddings))
         if self.mscale and self.mscale_all_dim:
             return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
         return _yarn_scale(self.factor, 1.0)
@@ -84,6 +92,7 @@ class RopeConfig:
         args: dict[str, Any] = {"rope_theta": self.theta, "partial_rotary_factor": self.partial_rotary_factor}
         if self.rope_type != "default":
             values = {name: getattr(self, name) for name in _FLAT_NAMES}
+            values |= {name: list(values[name]) or None for name in ("short_factor", "long_factor")}
             args |= {_FLAT + name: value for name, value in values.items() if value is not None}
         return args
 
@@ -92,17 +101,21 @@ def _yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+def parse_rope(
+    raw: Mapping[str, Any], max_position_embeddings: int, defaults: Mapping[str, Any] | None = None
+) -> RopeConfig:
     """Read the rotary parameters of a config.json or ModelArgs mapping.
 
     Spellings that contradict each other, a nested dict per layer type, and an unknown type are ValueErrors.
     """
-    keys = ConfigKeys(_merged(raw), "the rope parameters")
+    keys = ConfigKeys(_merged(raw), "the rope parameters", defaults=defaults)
     rope_type = keys.string("rope_type", "type", default="default")
+    if rope_type == "yarn" and keys.numbers("short_factor"):
+        rope_type = "longrope"  # an early name
     trained = keys.integer("original_max_position_embeddings", default=max_position_embeddings)
     if rope_type == "dynamic":
         trained = max_position_embeddings
-    if rope_type == "yarn":
+    if rope_type in ("yarn", "longrope"):
         factor = keys.number("factor", default=max_position_embeddings / trained)
     elif rope_type in ("linear", "dynamic", "llama3"):
         factor = keys.number("factor")
@@ -124,8 +137,36 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConf
         mscale=keys.optional_float("mscale"),
         mscale_all_dim=keys.optional_float("mscale_all_dim"),
         truncate=keys.boolean("truncate", default=True),
+        short_factor=keys.numbers("short_factor"),
+        long_factor=keys.numbers("long_factor"),
     )
     return config
+
+
+def parse_layer_ropes(
+    raw: Mapping[str, Any], max_position_embeddings: int, defaults: Mapping[str, Any] | None = None
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotary parameters of full-attention layers, and of sliding ones where those have their own.
+
+    They do in a `rope_parameters` with a dict per layer type, or beside a `rope_local_base_freq`; HF's older spelling
+    scales (`rope_scaling`) full layers only. A sliding layer's type other than default is a ValueError.
+    """
+    defaults = defaults or {}
+    nested = {key: value for key, value in (raw.get("rope_parameters") or {}).items() if isinstance(value, Mapping)}
+    local_theta = raw.get("rope_local_base_freq", defaults.get("rope_local_base_freq"))
+    if not nested:
+        full = parse_rope(raw, max_position_embeddings, defaults)
+        return full, None if local_theta is None else RopeConfig(theta=float(local_theta))
+    unknown = set(raw["rope_parameters"]) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"rope parameters for layer types {sorted(unknown)} are not supported")
+    rest = {key: value for key, value in raw.items() if key != "rope_parameters"}
+    full = parse_rope(rest | {"rope_parameters": nested.get("full_attention")}, max_position_embeddings, defaults)
+    local_defaults = dict(defaults) | ({} if local_theta is None else {"rope_theta": local_theta})
+    sliding = parse_rope({"rope_parameters": nested.get("sliding_attention")}, max_position_embeddings, local_defaults)
+    if sliding.rope_type != "default":
+        raise ValueError(f"rope type {sliding.rope_type!r} of sliding_attention layers is not supported")
+    return full, sliding
 
 
 def _merged(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,8 +184,9 @@ def _merged(raw: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     found_at: dict[str, str] = {}
     for where, values in spellings:
-        for key, value in values.items():
+        for key, given in values.items():
             name = "rope_type" if key == "type" else key
+            value = "longrope" if name == "rope_type" and given == "su" else given  # an early name
             if isinstance(value, Mapping):
                 raise ValueError(f"rope parameters per layer type ({key!r} in {where}) are not supported")
             if value is None:

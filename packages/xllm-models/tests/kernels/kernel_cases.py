@@ -40,13 +40,13 @@ def agree(name: str, *arguments: Any, kernel: Callable[..., Any] | None = None, 
             whole = before.as_strided((before.untyped_storage().nbytes() // before.element_size(),), (1,), 0).to(DEVICE)
             moved[index] = whole.as_strided(before.shape, before.stride(), before.storage_offset())
     got, want = kernel(*moved), getattr(torch.ops.xllm, name)(*arguments)
-    for ours, theirs in zip(
-        *((x,) if isinstance(x, torch.Tensor) else x for x in (got, want)), strict=True
-    ):
+    for ours, theirs in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, want)), strict=True):
         assert ours.is_contiguous()
         assert ours.dtype == theirs.dtype
         tolerance = factor * TOLERANCE[theirs.dtype]
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) if theirs.numel() else 0)
+        torch.testing.assert_close(
+            ours.cpu(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) if theirs.numel() else 0
+        )
     return got
 
 

@@ -76,8 +76,10 @@ def test_layers_take_no_rows() -> None:
 
 def test_a_weight_map_that_does_not_fit_the_layer_is_named() -> None:
     layer = QKVLinear(6, 4, 2, 3, tp=TensorParallel())
-    with pytest.raises(ValueError, match=r"layer\.weight has 3 parts, but the weight map names \['layer\.weight'\]"):
-        load(layer, {}, {})
+    with pytest.raises(
+        ValueError, match=r"layer\.weight has 3 parts, but the weight map names \['a\.weight', 'b\.weight'\]"
+    ):
+        load(layer, {}, {"layer": ("a", "b")})
 
 
 def test_shards_of_a_dimension_meet_without_gap_or_overlap() -> None:

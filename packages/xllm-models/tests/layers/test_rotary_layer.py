@@ -149,7 +149,7 @@ def test_every_spelling_is_read(raw: dict[str, Any], want: RopeConfig) -> None:
     ("raw", "message"),
     [
         ({"rope_scaling": {"type": "wavy"}}, r"rope type 'wavy' is not supported; supported: \['default'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional' is not supported"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "contradictory keys: rope_theta is 10000.0 in"),
         ({"rope_scaling": {"type": "yarn", "rope_type": "linear"}}, "rope_type is 'yarn' in rope_scaling and 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "the rope parameters has no factor"),

@@ -1,71 +1,23 @@
-"""Tensor parallelism over gloo: several ranks give the logits of HF transformers, and all ranks the same."""
+"""The arithmetic of tensor parallelism, and its errors. What the ranks compute together is compared in test_parity."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
-from xllm_models import TensorParallel, get_model_class
+from xllm_models import TensorParallel, get_model_class, load_model
 from xllm_models.layers import QKVLinear, Segment
 
-TOLERANCE = 1e-4
 
-# Vocabularies (97, 98, 99) that neither 2 nor 4 ranks divide; kv heads fewer than the ranks.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama tied multi-query": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 98}),
-    "llama multi-head": ("llama", {"num_key_value_heads": 4, "vocab_size": 99}),
-    "qwen3 biases": ("qwen3", {"head_dim": 16, "attention_bias": True}),
-    "qwen3 tied window": (
-        "qwen3",
-        {
-            "head_dim": 8,
-            "tie_word_embeddings": True,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "max_window_layers": 1,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_give_the_logits_of_hf(
-    size: int, write_checkpoint: Callable[..., Any], hf_logits: Callable[..., list[torch.Tensor]], tmp_path: Path
+def test_a_model_of_several_ranks_needs_a_registered_group(
+    write_checkpoint: Callable[..., Any], paged: ModuleType
 ) -> None:
-    written = [write_checkpoint(model_type, seed=11, **config) for model_type, config in CASES.values()]
-    script = Path(__file__).parents[1] / "tensor_parallel_rank.py"
-    outputs = [tmp_path / f"rank{rank}.pt" for rank in range(size)]
-    directories = [str(directory) for _, directory in written]
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(size)]
-    processes = []
-    for rank, (output, log) in enumerate(zip(outputs, logs, strict=True)):
-        arguments = [script, rank, size, tmp_path / "rendezvous", output, *directories]
-        command = [sys.executable, *map(str, arguments)]
-        with log.open("w") as stream:
-            processes.append(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT))
-    try:
-        for process, log in zip(processes, logs, strict=True):
-            assert process.wait(timeout=120) == 0, log.read_text()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    per_rank = [torch.load(output) for output in outputs]
-    for case, (hf, _) in enumerate(written):
-        want = hf_logits(hf)
-        for first, *others in zip(*(results[case] for results in per_rank), strict=True):
-            sequence, start, logits = first
-            expected = want[sequence][start : start + len(logits)]
-            assert logits.shape == expected.shape
-            assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
-            assert all(torch.equal(logits, other) for _, _, other in others)
+    model = load_model(write_checkpoint("llama")[1], tp_rank=0, tp_size=2)
+    with pytest.raises(RuntimeError, match="no process group named 'tp'"):
+        list(paged.run_steps(model))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ def _activate(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """fp32 -> fp32; KIND is "silu", "tanh" (gelu, approximated) or "none" (gelu)."""
     if KIND == "silu":
         return gate * tl.sigmoid(gate)
-    elif KIND == "tanh":
+    if KIND == "tanh":
         # 0.5 * (1 + tanh(u)) is sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 * x^3).
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
 
 
 @triton.jit
@@ -30,7 +29,7 @@ def _gated_kernel(
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size

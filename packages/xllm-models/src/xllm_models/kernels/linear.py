@@ -15,7 +15,6 @@ from torch.nn import functional
 from .launcher import Launcher, power_of_two
 
 MAX_ROWS = 16
-# Beyond it the weight's rows keep the memory busy without help, and the framework's product is as fast.
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -31,7 +30,7 @@ def _vector_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
+) -> None:
     """One row of x: BLOCK_N outputs a program."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outputs < num_outputs
@@ -66,7 +65,7 @@ def _rows_kernel(
     SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+) -> None:
     """Several rows of x: BLOCK_N outputs a program, whose warps share the features in SPLIT parts."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outputs < num_outputs
@@ -116,11 +115,12 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         _launch_vector((-(-num_outputs // block_n), 1, 1), tensors, (), constants)
         return out
     rows = 8 if num_rows <= 8 else 16
-    block_n, block_k, split, num_warps = 16, 64, 8, 8
+    # Few programs must each keep much in flight, split over their warps; many do best with one warp each.
+    block_n, block_k, split, num_stages = (16, 256, 1, 3) if num_outputs >= 4096 else (16, 64, 4, 5)
     constants = (
         x.stride(0), weight.stride(0), num_outputs, num_features, rows, block_n, block_k, split,
         bias is not None, "ieee" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     grid = (-(-num_outputs // block_n), 1, 1)
-    _launch_rows(grid, tensors, (num_rows,), constants, num_warps=num_warps)
+    _launch_rows(grid, tensors, (num_rows,), constants, num_warps=split, num_stages=num_stages)
     return out

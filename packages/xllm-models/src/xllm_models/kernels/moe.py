@@ -21,7 +21,7 @@ from .launcher import Launcher
 @triton.jit
 def _tile_pairs(
     order: tl.tensor, pair_ends: tl.tensor, tile_ends: tl.tensor, tile: tl.tensor, expert: tl.tensor, ROWS: tl.constexpr
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """A tile's places in the sorted order, which of them exist, and the pairs that are there."""
     tiles_before = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
     first = tl.load(pair_ends + expert - 1, mask=expert > 0, other=0)
@@ -48,7 +48,7 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+) -> None:
     """out [P, I] in sorted order: silu(gate) * up."""
     tile = tl.program_id(0)
     expert = tl.load(tile_experts + tile)
@@ -66,7 +66,9 @@ def _gate_up_kernel(
         inner = begin + tl.arange(0, BLOCK_K)
         w_mask = (inner < hidden)[:, None] & wanted[None, :]
         value = tl.load(rows + inner[None, :], mask=inside[:, None] & (inner < hidden)[None, :], other=0.0)
-        gate = tl.dot(value, tl.load(gate_start + inner[:, None], mask=w_mask, other=0.0), gate, input_precision=PRECISION)
+        gate = tl.dot(
+            value, tl.load(gate_start + inner[:, None], mask=w_mask, other=0.0), gate, input_precision=PRECISION
+        )
         up = tl.dot(value, tl.load(up_start + inner[:, None], mask=w_mask, other=0.0), up, input_precision=PRECISION)
     dtype = out.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
@@ -92,7 +94,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+) -> None:
     """out [P, N] in the pairs' own order: the weighted output of each pair's expert."""
     tile = tl.program_id(0)
     expert = tl.load(tile_experts + tile)

@@ -15,7 +15,9 @@ from .launcher import Launcher, power_of_two
 
 
 @triton.jit
-def _normed(value: tl.tensor, weight: tl.tensor, features: tl.tensor, mask: tl.tensor, scale: tl.tensor, NORM: tl.constexpr):
+def _normed(
+    value: tl.tensor, weight: tl.tensor, features: tl.tensor, mask: tl.tensor, scale: tl.tensor, NORM: tl.constexpr
+) -> tl.tensor:
     """value [heads, features] fp32 of a norm whose reciprocal root is `scale` [heads, 1]; fp32 of rounded values."""
     dtype = weight.dtype.element_ty
     factor = tl.load(weight + features, mask=mask, other=0.0).to(tl.float32)[None, :]
@@ -45,7 +47,7 @@ def _rotate_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     NORM: tl.constexpr,
-):
+) -> None:
     dtype = target.dtype.element_ty
     heads = block * HEADS + tl.arange(0, HEADS)
     low = tl.arange(0, HALF)
@@ -100,7 +102,7 @@ def _rotary_kernel(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     NORM: tl.constexpr,
-):
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     position = tl.load(positions + token).to(tl.int64)

@@ -1,9 +1,10 @@
-"""Building blocks of a model: linear, vocabulary, norm, rotary and feed-forward layers."""
+"""Building blocks of a model: linear, vocabulary, norm, rotary and feed-forward layers, dense and sparse."""
 
 from __future__ import annotations
 
 from .linear import ColumnLinear, GateUpLinear, MergedLinear, QKVLinear, RowLinear
 from .mlp import GatedMLP
+from .moe import SparseMoE
 from .norm import ResidualRMSNorm, RMSNorm
 from .parallel import Part, PartitionedModule, Segment, TensorParallel
 from .rotary import RotaryEmbedding
@@ -23,6 +24,7 @@ __all__ = [
     "RotaryEmbedding",
     "RowLinear",
     "Segment",
+    "SparseMoE",
     "TensorParallel",
     "VocabularyEmbedding",
 ]

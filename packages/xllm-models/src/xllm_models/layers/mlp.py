@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
-from ..ops import silu_and_mul
+from ..ops import gelu_and_mul, silu_and_mul
 from .linear import GateUpLinear, RowLinear
 from .parallel import TensorParallel
 
 _GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_and_mul,
     "swish": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_pytorch_tanh": partial(gelu_and_mul, approximate="tanh"),
 }
 
 

@@ -38,9 +38,7 @@ class RotaryEmbedding(nn.Module):
         if norms is None:
             return rotary(q, k, positions, self.cos_sin)
         q_norm, k_norm = norms
-        return qk_norm_rope(
-            q, k, q_norm.weight, k_norm.weight, positions, self.cos_sin, q_norm.eps, q_norm.unit_offset
-        )
+        return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, positions, self.cos_sin, q_norm.eps, q_norm.unit_offset)
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
@@ -68,6 +66,8 @@ def inverse_frequencies(rope: RopeConfig, num_features: int, num_positions: int)
         return _llama3(rope, frequencies)
     if rope.rope_type == "yarn":
         return _yarn(rope, frequencies, num_features)
+    if rope.rope_type == "longrope":
+        return frequencies / _longrope_factors(rope, num_features, num_positions)
     return frequencies
 
 
@@ -95,6 +95,18 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     between = (1 - blend) * frequencies / rope.factor + blend * frequencies
     scaled = torch.where(wavelengths > trained / rope.low_freq_factor, frequencies / rope.factor, between)
     return torch.where(wavelengths < trained / rope.high_freq_factor, frequencies, scaled)
+
+
+def _longrope_factors(rope: RopeConfig, num_features: int, num_positions: int) -> torch.Tensor:
+    """The long factors where more positions are served than were trained (arXiv:2402.13753).
+
+    HF switches a sequence from short to long as it grows, and drops its cache then. A cache that holds keys of both
+    kinds would be wrong, so here the served length decides once, for all sequences.
+    """
+    factors = rope.long_factor if num_positions > rope.original_max_position_embeddings else rope.short_factor
+    if len(factors) != num_features // 2:
+        raise ValueError(f"rope type 'longrope' needs {num_features // 2} factors, got {len(factors)}")
+    return torch.tensor(factors, dtype=torch.float32, device="cpu")
 
 
 def _yarn(rope: RopeConfig, frequencies: torch.Tensor, num_features: int) -> torch.Tensor:

@@ -77,7 +77,9 @@ def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
             seen.add(id(parameter))
             full_name = f"{prefix}.{name}" if prefix else name
             parts = owner.parts(name) if isinstance(owner, PartitionedModule) else (_whole(parameter),)
-            sources = weight_map.sources(full_name)
+            sources = weight_map.sources(full_name, len(parts))
+            if len(sources) == 1 and len(parts) > 1:
+                sources, parts = sources * len(parts), _within_one_tensor(parts)
             if len(parts) != len(sources):
                 raise ValueError(
                     f"parameter {full_name} has {len(parts)} parts, but the weight map names {list(sources)} for it"
@@ -85,6 +87,17 @@ def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
             storage = parameter.detach()
             for source, part in zip(sources, parts, strict=True):
                 yield _Copy(source=source, parameter=storage, part=part)
+
+
+def _within_one_tensor(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Parts of tensors that the checkpoint holds as one, one after another along dimension 0."""
+    total = sum(part.shape[0] for part in parts)
+    offset, found = 0, []
+    for part in parts:
+        rows = slice(part.source[0].start + offset, part.source[0].stop + offset)
+        found.append(Part(shape=(total, *part.shape[1:]), source=(rows, *part.source[1:]), target=part.target))
+        offset += part.shape[0]
+    return tuple(found)
 
 
 def _whole(parameter: torch.Tensor) -> Part:

@@ -29,15 +29,6 @@ from ..layers import (
 from ..loading import WeightMap
 
 
-def attention_window(config: ModelConfig, layer_id: int) -> int:
-    """The layer's sliding window, 0 for none: `layer_types` says which layers slide, else those from a depth on."""
-    if config.layer_types:
-        slides = config.layer_types[layer_id] == "sliding_attention"
-    else:
-        slides = layer_id >= config.max_window_layers
-    return config.sliding_window if slides else 0
-
-
 class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
@@ -60,7 +51,7 @@ class Qwen3Attention(nn.Module):
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
-            sliding_window=attention_window(config, layer_id),
+            sliding_window=config.window(layer_id),
         )
         self.attn = Attention(spec, layer_id)
 

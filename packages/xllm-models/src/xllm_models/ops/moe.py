@@ -58,7 +58,7 @@ def _moe_cpu(
     total = x.new_zeros(x.shape, dtype=torch.float32)
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=gate_up.shape[0])
-    for index, pairs in enumerate(order.split(counts.tolist())):
+    for index, pairs in enumerate(torch.split(order, counts.tolist())):
         if len(pairs):
             tokens = pairs // top_k
             out = _expert(x[tokens], gate_up[index], down[index]) * weights.flatten()[pairs].unsqueeze(-1)

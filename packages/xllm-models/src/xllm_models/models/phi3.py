@@ -1,0 +1,104 @@
+"""Phi-3 and Phi-4-mini, after HF transformers' Phi3ForCausalLM: Llama with fused checkpoint tensors and partial rotary.
+
+The served length (`max_model_len`) decides between the short and the long factors of its longrope.
+
+T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from xllm_attention import Attention, AttentionSpec
+
+from ..causal_lm import CausalLM
+from ..config import ModelConfig
+from ..layers import (
+    GatedMLP,
+    LMHead,
+    QKVLinear,
+    ResidualRMSNorm,
+    RotaryEmbedding,
+    RowLinear,
+    TensorParallel,
+    VocabularyEmbedding,
+)
+from ..loading import WeightMap
+
+
+class Phi3Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
+        super().__init__()
+        self.qkv_proj = QKVLinear(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, tp=tp)
+        self.o_proj = RowLinear(config.num_heads * config.head_dim, config.hidden_size, tp=tp)
+        self.rotary_emb = rotary_emb
+        spec = AttentionSpec(
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            sliding_window=config.sliding_window,
+        )
+        self.attn = Attention(spec, layer_id)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(hidden)  # [T, H, D], [T, K, D], [T, K, D]
+        q, k = self.rotary_emb(positions, q, k)
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v).flatten(1))
+        return out
+
+
+class Phi3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
+        super().__init__()
+        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Phi3Attention(config, layer_id, rotary_emb, tp)
+        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, tp=tp)
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, hidden)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Phi3Model(nn.Module):
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
+        self.layers = nn.ModuleList(
+            Phi3DecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
+        )
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed_tokens(input_ids)  # [T, hidden]
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        hidden, _ = self.norm(hidden, residual)
+        return hidden
+
+
+class Phi3ForCausalLM(CausalLM):
+    weight_map = WeightMap(tied={"lm_head.weight": "model.embed_tokens.weight"})
+
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096,
+        "use_sliding_window": True,
+        "sliding_window": None,
+    }
+
+    def build(self, config: ModelConfig, tp: TensorParallel) -> None:
+        self.model = Phi3Model(config, tp)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)

@@ -1,0 +1,127 @@
+"""Qwen3-MoE, after HF transformers' Qwen3MoeForCausalLM: Qwen3 whose layers choose among experts.
+
+T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from xllm_attention import Attention, AttentionSpec
+
+from ..causal_lm import CausalLM
+from ..config import ModelConfig
+from ..layers import (
+    GatedMLP,
+    LMHead,
+    QKVLinear,
+    ResidualRMSNorm,
+    RMSNorm,
+    RotaryEmbedding,
+    RowLinear,
+    SparseMoE,
+    TensorParallel,
+    VocabularyEmbedding,
+)
+from ..loading import WeightMap
+
+
+class Qwen3MoeAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
+        super().__init__()
+        self.qkv_proj = QKVLinear(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            bias=config.attention_bias,
+            tp=tp,
+        )
+        self.o_proj = RowLinear(
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, tp=tp
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.rotary_emb = rotary_emb
+        spec = AttentionSpec(
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            sliding_window=config.sliding_window,
+        )
+        self.attn = Attention(spec, layer_id)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(hidden)  # [T, H, D], [T, K, D], [T, K, D]
+        q, k = self.rotary_emb(positions, q, k, (self.q_norm, self.k_norm))
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v).flatten(1))
+        return out
+
+
+class Qwen3MoeDecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
+        super().__init__()
+        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Qwen3MoeAttention(config, layer_id, rotary_emb, tp)
+        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp: nn.Module
+        if config.moe is not None and config.moe.is_sparse(layer_id):
+            self.mlp = SparseMoE(config.hidden_size, config.moe, hidden_act=config.hidden_act, tp=tp)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, tp=tp)
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, hidden)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3MoeModel(nn.Module):
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
+        self.layers = nn.ModuleList(
+            Qwen3MoeDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
+        )
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed_tokens(input_ids)  # [T, hidden]
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        hidden, _ = self.norm(hidden, residual)
+        return hidden
+
+
+class Qwen3MoeForCausalLM(CausalLM):
+    weight_map = WeightMap(
+        fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+        stacked={
+            "experts.gate_up": ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight"),
+            "experts.down": ("experts.{}.down_proj.weight",),
+        },
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+    )
+
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+
+    def build(self, config: ModelConfig, tp: TensorParallel) -> None:
+        self.model = Qwen3MoeModel(config, tp)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
