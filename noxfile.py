@@ -142,7 +142,7 @@ class _Runner:
         parts = [str(part) for part in command]
         if parts[0].startswith("-"):
             parts.insert(0, str(self._python))
-        self._session.run(*parts, external=True, env=self._environment, stdout=stdout)
+        self._session.run(*parts, external=True, env=self._environment, stdout=stdout, stderr=sys.stderr)
 
 
 def _runner(session: nox.Session, python: Path, **environment: str) -> _Runner:
