@@ -59,6 +59,9 @@ class TritonBackend(AttentionBackend):
         if INTERPRETED and dtype is torch.bfloat16:
             raise ValueError("attention backend 'triton' cannot serve bfloat16 in its interpreter; served are fp16, fp32")
 
+        # Programmatic dependent launch: the next launch of a graph starts before the last one has drained.
+        self._can_overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         self._caches = tuple(caches)
         self._strides = tuple((*k.stride(), *v.stride()) for k, v in caches)
@@ -93,6 +96,7 @@ class TritonBackend(AttentionBackend):
             append(k, v, k_cache, v_cache, space.slots)
         if self._num_rows < out.shape[0]:
             out[self._num_rows :].zero_()
+        pdl = self._can_overlap and torch.cuda.is_current_stream_capturing()
         num_items = work.num_items(*self._step_size) if self._step_size[1] else 0
         if num_items == 0:
             return
@@ -103,7 +107,8 @@ class TritonBackend(AttentionBackend):
             G=spec.group_size, K=spec.num_kv_heads, D=spec.head_dim,
             D_PAD=triton.next_power_of_2(spec.head_dim), PAGE_SIZE=k_cache.shape[1], WINDOW=spec.sliding_window,
             CAP=spec.logits_soft_cap > 0, DECODE=self._decode, PAGED=self._paged, IEEE=self.dtype is torch.float32,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=tiles.kept_rows, BLOCK_C=tiles.block_c,
+            DOT=tiles.dot, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=tiles.kept_rows, BLOCK_C=tiles.block_c,
+            PDL=pdl, launch_pdl=pdl,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
 

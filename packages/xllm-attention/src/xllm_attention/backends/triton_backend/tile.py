@@ -1,0 +1,113 @@
+"""One tile of keys added to running sums: on the matrix unit, or row by row for the few heads of a small group.
+
+Legend: M query rows, N keys, R heads of a group (padded to a power of two), D head dim. Softmax is kept online with
+base-2 exponents. Keys and values that a row must not see are masked where they are loaded, so that whatever lies in
+unused pages never enters the arithmetic.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scores_of(products: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Scores in units of log 2: scaled, and capped where CAP is set."""
+    if CAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); neither end of it overflows.
+        scaled = products * (scale / soft_cap)
+        return soft_cap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scaled * (2.0 * LOG2_E)) + 1.0))
+    return products * (scale * LOG2_E)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def row_pointers(
+    key: tl.tensor, exists: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, k_new: tl.tensor, v_new: tl.tensor,
+    pages_ptr: tl.tensor, k_sp: tl.tensor, k_st: tl.tensor, v_sp: tl.tensor, v_st: tl.tensor, new_position: tl.tensor,
+    PAGE_SIZE: tl.constexpr, PAGED: tl.constexpr, FUSED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Where the rows of keys [N] begin, in k and in v: in the paged cache or, unpaged, one after the other.
+
+    With FUSED the key at `new_position` is not in the cache yet and is taken from k_new and v_new.
+    """
+    if PAGED:
+        page = tl.load(pages_ptr + key // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
+        within = (key % PAGE_SIZE).to(tl.int64)
+        k_rows = k_ptr + page * k_sp + within * k_st
+        v_rows = v_ptr + page * v_sp + within * v_st
+    else:
+        k_rows = k_ptr + key.to(tl.int64) * k_st
+        v_rows = v_ptr + key.to(tl.int64) * v_st
+    if FUSED:
+        k_rows = tl.where(key == new_position, k_new, k_rows)
+        v_rows = tl.where(key == new_position, v_new, v_rows)
+    return k_rows, v_rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_tile(
+    acc: tl.tensor, top: tl.tensor, total: tl.tensor, q: tl.tensor, key: tl.tensor, exists: tl.tensor,
+    q_positions: tl.tensor, k_rows: tl.tensor, v_rows: tl.tensor, k_sd: tl.tensor, v_sd: tl.tensor, scale: tl.tensor,
+    soft_cap: tl.tensor, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    CAUSAL: tl.constexpr, IEEE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Adds N keys to (acc [M, D], top [M], total [M]) on the matrix unit."""
+    element = tl.arange(0, D_PAD)
+    k = tl.load(
+        k_rows[None, :] + (element * k_sd)[:, None], mask=exists[None, :] & (element < D)[:, None], other=0.0
+    )
+    v = tl.load(
+        v_rows[:, None] + (element * v_sd)[None, :], mask=exists[:, None] & (element < D)[None, :], other=0.0
+    )
+    scores = scores_of(tl.dot(q, k, input_precision="ieee" if IEEE else "tf32"), scale, soft_cap, CAP)
+    visible = exists[None, :]
+    if CAUSAL:
+        visible = visible & (key[None, :] <= q_positions[:, None])
+    if WINDOW > 0:
+        visible = visible & (key[None, :] > q_positions[:, None] - WINDOW)
+    scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A row that sees nothing yet has top -inf, and -inf - -inf is NaN.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = tl.exp2(top - base)
+    weights = tl.exp2(scores - base[:, None])
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee" if IEEE else "tf32")
+    return acc, new_top, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_rows(
+    acc: tl.tensor, top: tl.tensor, total: tl.tensor, q: tl.tensor, exists: tl.tensor,
+    k_rows: tl.tensor, v_rows: tl.tensor, k_sd: tl.tensor, v_sd: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor,
+    D: tl.constexpr, D_PAD: tl.constexpr, R: tl.constexpr, CAP: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Adds N keys to the sums of N lanes (acc [N, R, D], top [N, R], total [N, R]) with fp32 multiplications.
+
+    Each lane has its own softmax, so that nothing is exchanged between warps until the lanes are summed at the end. Keys
+    and values are loaded once for all R heads: equal addresses within a warp cost nothing.
+    """
+    element = tl.arange(0, D_PAD)[None, None, :] + tl.zeros([1, R, 1], tl.int32)
+    inside = exists[:, None, None] & (element < D)
+    k = tl.load(k_rows[:, None, None] + element * k_sd, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(v_rows[:, None, None] + element * v_sd, mask=inside, other=0.0).to(tl.float32)
+    scores = scores_of(tl.sum(k * q, 2), scale, soft_cap, CAP)
+    scores = tl.where(exists[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, scores)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = tl.exp2(top - base)
+    weights = tl.exp2(scores - base)
+    acc = acc * shrink[:, :, None] + v * weights[:, :, None]
+    return acc, new_top, total * shrink + weights
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_lanes(acc: tl.tensor, top: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Sums over the first axis of (acc [N, R, D], top [N, R], total [N, R])."""
+    new_top = tl.max(top, 0)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(top - base[None, :])
+    return tl.sum(acc * weights[:, :, None], 0), new_top, tl.sum(total * weights, 0)
