@@ -1,0 +1,40 @@
+"""What one step costs on the way from C++ to Python, as a ratio to a plain pybind11 call of the same run.
+
+    python benchmarks/step.py PROGRAM [--out FILE.json]
+
+PROGRAM is the built integration/bridge/step_benchmark, whose source says what is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import results
+
+
+def main() -> None:
+    """Runs the program and prints a table; writes the numbers where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("program", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    command = [str(arguments.program), sys.executable, str(arguments.steps), str(arguments.repeats)]
+    numbers = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    print("| call | us | ratio |\n| --- | --- | --- |")
+    print(f"| pybind11 call with two new tensors | {numbers['baseline_us']:.2f} | 1 |")
+    for kind in ("decode", "mixed"):
+        print(
+            f"| {kind} step, every core field read | {numbers[f'{kind}_step_us']:.2f} | {numbers[f'{kind}_ratio']:.2f} |"
+        )
+    if arguments.out is not None:
+        results.write(arguments.out, benchmark="step", device="cpu", results=numbers)
+
+
+if __name__ == "__main__":
+    main()
