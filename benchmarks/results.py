@@ -1,7 +1,7 @@
 """What every benchmark writes beside its numbers: when, on what, with which versions and by which command.
 
-A result file is one JSON object {"stamp": ..., "benchmark": name, "results": ...}. Files that the documentation quotes lie
-in benchmarks/results/; tables and plots are made from them.
+A result file is one JSON object {"benchmark": name, "stamp": ..., "results": ...}. Files that the documentation quotes
+lie in benchmarks/results/; tables and plots are made from them.
 """
 
 from __future__ import annotations
