@@ -1,0 +1,24 @@
+"""Module-by-module comparison of a model with HF transformers, or with what was dumped elsewhere.
+
+Owns the traces, how their entries meet, and the report. The command line is `python -m xllm_models compare`.
+"""
+
+from __future__ import annotations
+
+from .dump import read_dump, write_dump
+from .hf import trace_hf
+from .ours import trace_ours
+from .report import EntryError, Position, Report, compare_traces
+from .trace import Trace
+
+__all__ = [
+    "EntryError",
+    "Position",
+    "Report",
+    "Trace",
+    "compare_traces",
+    "read_dump",
+    "trace_hf",
+    "trace_ours",
+    "write_dump",
+]

@@ -1,0 +1,71 @@
+"""Runs HF transformers over the same prompt and traces it. The only module that imports transformers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .trace import Trace, observed
+
+
+def trace_hf(directory: Path, token_ids: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Trace:
+    """One forward of HF's model, with its eager attention, over all of `token_ids`.
+
+    ModuleNotFoundError where transformers is not installed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    model.to(device)
+    trace = Trace(token_ids=tuple(token_ids))
+
+    def observe(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+        if name and isinstance(value, torch.Tensor):
+            trace.add(name, _rows(value, len(token_ids)))
+
+    ids = torch.tensor([list(token_ids)], device=device)
+    with torch.no_grad(), observed(model, observe), _attention_observed(model, trace):
+        model(input_ids=ids, use_cache=False)
+    return trace
+
+
+def _rows(value: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """[1, T, ...] or [T, ...] as [T, ...]."""
+    return value[0] if value.shape[0] == 1 and (num_tokens > 1 or value.ndim > 2) else value
+
+
+@contextmanager
+def _attention_observed(model: nn.Module, trace: Trace) -> Iterator[None]:
+    """Also record each attention's queries and keys (behind norms and rotary embedding) and its result.
+
+    HF's rotary embedding is a function that no hook sees; its attention function is found by name in the family's
+    module at each call, so that is where it is wrapped.
+    """
+    names = {id(module): f"{name}.attn" for name, module in model.named_modules()}
+    family: Any = sys.modules[type(model).__module__]
+    original: Callable[..., Any] | None = getattr(family, "eager_attention_forward", None)
+    if original is None:
+        yield
+        return
+    attend = original
+
+    def observing(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = attend(module, query, key, *args, **kwargs)
+        name = names[id(module)]
+        trace.add(f"{name}.q", query[0].transpose(0, 1))  # from [1, H, T, D]
+        trace.add(f"{name}.k", key[0].transpose(0, 1))
+        trace.add(name, out[0][0])  # from [1, T, H, D]
+        return out
+
+    family.eager_attention_forward = observing
+    try:
+        yield
+    finally:
+        family.eager_attention_forward = original

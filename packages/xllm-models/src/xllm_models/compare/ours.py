@@ -1,0 +1,75 @@
+"""Runs one of our models over a prompt and traces it.
+
+The prompt runs as a server would run it: a prefill, then the last tokens one by one, over a paged cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from xllm_attention import Attention, AttentionBackend, create_backend, forward_context
+from xllm_metadata import LayerCache, build_attention_metadata
+
+from ..causal_lm import CausalLM
+from ..layers import ResidualRMSNorm
+from .trace import Trace, observed
+
+PAGE_SIZE = 16
+
+
+def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2) -> Trace:
+    """Run all of `token_ids`, the last `num_decode` of them one a step, and record every module and the logits."""
+    trace = Trace(token_ids=tuple(token_ids))
+
+    def observe(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module is not model:  # its result is that of `model.model`
+            for suffix, value in _tensors(module, args, output):
+                trace.add(name + suffix, value)
+
+    num_tokens = len(token_ids)
+    backend = _backend(model, num_tokens)
+    ids = torch.tensor(token_ids, device=model.device, dtype=torch.int32)
+    positions = torch.arange(num_tokens, device=model.device, dtype=torch.int32)
+    prefill = max(num_tokens - num_decode, 1)
+    pages = [list(range(-(-num_tokens // PAGE_SIZE)))]
+    with torch.no_grad(), observed(model, observe):
+        start = 0
+        for end in range(prefill, num_tokens + 1):
+            metadata = build_attention_metadata([end - start], [end], pages, PAGE_SIZE, device=str(model.device))
+            backend.plan(metadata)
+            with forward_context(backend):
+                model.compute_logits(model(ids[start:end], positions[start:end]))
+            start = end
+    return trace
+
+
+def _backend(model: CausalLM, num_tokens: int) -> AttentionBackend:
+    """The oracle backend, bound to a cache of one sequence."""
+    limits = {"max_num_seqs": 1, "max_num_tokens": num_tokens, "max_model_len": num_tokens}
+    backend = create_backend("torch", model.attention_specs, device=model.device, dtype=model.dtype, **limits)
+    num_blocks = -(-num_tokens // PAGE_SIZE)
+    shapes = [(2, num_blocks, PAGE_SIZE, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
+    pages = [torch.zeros(shape, device=model.device, dtype=model.dtype) for shape in shapes]
+    backend.bind_kv_caches([LayerCache.from_tensors(tuple(pair)) for pair in pages])
+    return backend
+
+
+def _tensors(module: nn.Module, args: tuple[Any, ...], output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What of a call is comparable: (suffix of the entry's name, tensor [T, ...])."""
+    if isinstance(module, Attention):
+        # Queries and keys show what norms and rotary embedding did to them.
+        yield from zip((".q", ".k"), args[:2], strict=True)
+        yield "", output
+    elif isinstance(output, torch.Tensor):
+        yield "", output
+    elif isinstance(module, ResidualRMSNorm):
+        yield "", output[0]
+    elif isinstance(output, tuple) and all(isinstance(one, torch.Tensor) for one in output):
+        if len(output) == 2 and output[0].ndim == 2 and output[0].shape == output[1].shape:
+            yield "", output[0] + output[1]  # a decoder layer keeps its residual apart
+        elif len(output) == 3:
+            yield "", torch.cat([one.flatten(1) for one in output], dim=1)  # a fused projection
