@@ -107,7 +107,7 @@ class TritonBackend(AttentionBackend):
             G=spec.group_size, K=spec.num_kv_heads, D=spec.head_dim,
             D_PAD=triton.next_power_of_2(spec.head_dim), PAGE_SIZE=k_cache.shape[1], WINDOW=spec.sliding_window,
             CAP=spec.logits_soft_cap > 0, DECODE=self._decode, PAGED=self._paged, IEEE=self.dtype is torch.float32,
-            DOT=tiles.dot, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=tiles.kept_rows, BLOCK_C=tiles.block_c,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=tiles.kept_rows, BLOCK_C=tiles.block_c,
             PDL=pdl, launch_pdl=pdl,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""One tile of keys added to running sums: on the matrix unit, or row by row for the few heads of a small group.
+"""One tile of keys added to running sums. Owns the formula; knows no lengths and no work list.
 
-Legend: M query rows, N keys, R heads of a group (padded to a power of two), D head dim. Softmax is kept online with
+Legend: M query rows, N keys, D head dim. Softmax is kept online with
 base-2 exponents. Keys and values that a row must not see are masked where they are loaded, so that whatever lies in
 unused pages never enters the arithmetic.
 """
@@ -77,37 +77,3 @@ def add_tile(
     acc = acc * shrink[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee" if IEEE else "tf32")
     return acc, new_top, total * shrink + tl.sum(weights, 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def add_rows(
-    acc: tl.tensor, top: tl.tensor, total: tl.tensor, q: tl.tensor, exists: tl.tensor,
-    k_rows: tl.tensor, v_rows: tl.tensor, k_sd: tl.tensor, v_sd: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor,
-    D: tl.constexpr, D_PAD: tl.constexpr, R: tl.constexpr, CAP: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Adds N keys to the sums of N lanes (acc [N, R, D], top [N, R], total [N, R]) with fp32 multiplications.
-
-    Each lane has its own softmax, so that nothing is exchanged between warps until the lanes are summed at the end. Keys
-    and values are loaded once for all R heads: equal addresses within a warp cost nothing.
-    """
-    element = tl.arange(0, D_PAD)[None, None, :] + tl.zeros([1, R, 1], tl.int32)
-    inside = exists[:, None, None] & (element < D)
-    k = tl.load(k_rows[:, None, None] + element * k_sd, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(v_rows[:, None, None] + element * v_sd, mask=inside, other=0.0).to(tl.float32)
-    scores = scores_of(tl.sum(k * q, 2), scale, soft_cap, CAP)
-    scores = tl.where(exists[:, None], scores, float("-inf"))
-    new_top = tl.maximum(top, scores)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    shrink = tl.exp2(top - base)
-    weights = tl.exp2(scores - base)
-    acc = acc * shrink[:, :, None] + v * weights[:, :, None]
-    return acc, new_top, total * shrink + weights
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def sum_lanes(acc: tl.tensor, top: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """Sums over the first axis of (acc [N, R, D], top [N, R], total [N, R])."""
-    new_top = tl.max(top, 0)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(top - base[None, :])
-    return tl.sum(acc * weights[:, :, None], 0), new_top, tl.sum(total * weights, 0)

@@ -14,7 +14,6 @@ from ...spec import AttentionSpec
 class Tiles:
     """How the attention kernel is cut for one spec, dtype and kind of step."""
 
-    dot: bool  # on the matrix unit; else with plain multiplications, head by head
     block_m: int  # query rows a program; a row is one token and one head of the group
     block_n: int  # keys an iteration, and the unit of chunks
     kept_rows: int  # rows of a tile that a partial result keeps
@@ -32,15 +31,13 @@ def decode_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
     d_pad = triton.next_power_of_2(spec.head_dim)
     kept = triton.next_power_of_2(spec.group_size)
     block_n = 64 if d_pad * dtype.itemsize <= 256 else 32
-    dot = kept > 2
     return Tiles(
-        dot=dot,
-        block_m=max(16, kept) if dot else kept,  # 16: the smallest tile of the matrix unit
+        block_m=max(16, kept),  # 16: the smallest tile of the matrix unit
         block_n=block_n,
         kept_rows=kept,
         block_c=_block_c(kept, d_pad),
         num_warps=4,
-        num_stages=3,
+        num_stages=2,
         least_units=1,
         enough_units=512 // block_n,
         wave_programs=2,
@@ -56,7 +53,6 @@ def prefill_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
     block_m = 32 if dtype is torch.float32 else 64 if wide else 128
     block_n = 32 if wide else 64
     return Tiles(
-        dot=True,
         block_m=block_m,
         block_n=block_n,
         kept_rows=block_m,
@@ -73,7 +69,6 @@ def prefill_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
 def interpreted_tiles(tiles: Tiles) -> Tiles:
     """The same with short chunks and small tiles, so that the interpreter's small cases have several of each."""
     return Tiles(
-        dot=tiles.dot,
         block_m=16 if tiles.block_c == 1 else tiles.block_m,
         block_n=16,
         kept_rows=16 if tiles.block_c == 1 else tiles.kept_rows,

@@ -54,7 +54,10 @@ class WorkList:
 
     def target(self, num_seqs: int) -> int:
         """Items that a step may have because its keys are cut into chunks."""
-        return self.tiles.max_waves * self.wave() + (num_seqs if self.decode else 0)
+        if not self.decode:
+            return self.wave()
+        # Programs without work cost a launch too: 2 us where one sequence could have eight waves of them.
+        return num_seqs + self.wave() * min(self.tiles.max_waves, 1 + num_seqs)
 
     def num_items(self, num_tokens: int, num_seqs: int) -> int:
         """Items that a step of this bucket has at most, and so the launch's size."""
