@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ COMMON = {"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 100
 LIMITS = Limits(max_num_seqs=11, max_num_tokens=24, max_model_len=40, page_size=4, num_blocks=140, vocab_size=131)
 
 
+GPU_ASKED_FOR = os.environ.get("XLLM_GPU_TESTS") == "1"
+
+if not GPU_ASKED_FOR:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where graphs are captured, and with which attention."""
@@ -36,26 +43,35 @@ class Place:
     graph_runtime: str
     device: str
     attention: str
+    dtype: torch.dtype = torch.float32
+    changes: Mapping[str, Any] = field(default_factory=dict)  # of the models, where the attention asks for it
 
 
+RECORDED = Place(graph_backend="recorded", graph_runtime="recorded", device="cpu", attention="torch")
+CUDA = Place(graph_backend="cudagraphs", graph_runtime="cuda", device="cuda", attention="torch")
 PLACES = [
+    pytest.param(RECORDED, id="recorded-torch"),
+    pytest.param(CUDA, id="cuda-torch", marks=pytest.mark.gpu),
+    pytest.param(replace(CUDA, attention="triton", changes={"head_dim": 32}), id="cuda-triton", marks=pytest.mark.gpu),
     pytest.param(
-        Place(graph_backend="recorded", graph_runtime="recorded", device="cpu", attention="torch"), id="recorded-torch"
-    ),
-    pytest.param(
-        Place(graph_backend="cudagraphs", graph_runtime="cuda", device="cuda", attention="torch"),
-        id="cuda-torch",
+        replace(CUDA, attention="flashinfer", dtype=torch.float16, changes={"head_dim": 64}),
+        id="cuda-flashinfer",
         marks=pytest.mark.gpu,
     ),
 ]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests run where they are asked for, and fail there without a GPU; elsewhere they are no part of the suite."""
-    if "gpu" not in config.option.markexpr:
-        gpu = [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    """Tests marked gpu run only where XLLM_GPU_TESTS=1 asks for them."""
+    if not GPU_ASKED_FOR:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A GPU run without a GPU fails; it does not skip."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.fail("XLLM_GPU_TESTS=1 asks for the GPU tests, and torch finds no CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +96,10 @@ def family(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def make_model(family: str, device: str, **changes: Any) -> CausalLM:
+def make_model(family: str, place: Place, **changes: Any) -> CausalLM:
     """A model of the family with random weights."""
-    config = MODELS[family] | COMMON | changes
-    model = get_model_class(family)(config, device=device, dtype=torch.float32)
+    config = MODELS[family] | COMMON | dict(place.changes) | changes
+    model = get_model_class(family)(config, device=place.device, dtype=place.dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -127,14 +143,31 @@ MakeSetup = Callable[..., Setup]
 @pytest.fixture
 def make_setup(place: Place) -> MakeSetup:
     """Makes a setup of a family; options go to the executor with graphs, `limits` to both, `changes` to the model."""
+    return setup_maker(place)
+
+
+@pytest.fixture(params=[place for place in PLACES if place.marks])
+def make_cuda_setup(request: pytest.FixtureRequest) -> MakeSetup:
+    """The same at the places on a CUDA device only."""
+    return setup_maker(request.param)
+
+
+@pytest.fixture
+def make_interpreted_setup() -> MakeSetup:
+    """The same on recorded graphs, with Triton's attention kernels in its interpreter."""
+    return setup_maker(replace(RECORDED, attention="triton"))
+
+
+def setup_maker(place: Place) -> MakeSetup:
+    """The function behind both fixtures; the truth always attends with the torch backend."""
 
     def make(family: str, *, limits: Limits = LIMITS, changes: dict[str, Any] | None = None, **options: Any) -> Setup:
-        model = make_model(family, place.device, **(changes or {}))
+        model = make_model(family, place, **(changes or {}))
         graph = {"python_graph_backend": place.graph_backend, "eager_is_error": True} | options
         if graph["python_graph_backend"] == "piecewise":
             graph["graph_runtime"] = place.graph_runtime
         executor, caches = make_executor(model, place, limits, **graph)
-        truth, truth_caches = make_executor(model, place, limits)
+        truth, truth_caches = make_executor(model, replace(place, attention="torch"), limits)
         world = World(
             executor.execute,
             executor.runners,

@@ -11,6 +11,7 @@ import torch
 from xllm_graph.conformance import SCENARIOS, Limits, MixedWorkload, Scenario
 
 MakeSetup = Callable[..., Any]
+BY_NAME: dict[str, Scenario] = {scenario.__name__: scenario for scenario in SCENARIOS}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -46,6 +47,16 @@ def test_mixed_workload_of_200_requests(make_setup: MakeSetup) -> None:
     assert stats["eager_reasons"] == {}
     assert stats["graph_misses"] == {}
     assert stats["plans"] == [workload.num_steps]
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter, over poisoned pages
+@pytest.mark.parametrize("scenario", [BY_NAME["mixed_orders"], BY_NAME["selected_logits"]], ids=["mixed", "selected"])
+def test_triton_kernels_in_recorded_graphs(make_interpreted_setup: MakeSetup, scenario: Scenario) -> None:
+    """Launches are recorded like ops, in the interpreter."""
+    limits = Limits(max_num_seqs=4, max_num_tokens=16, max_model_len=16, page_size=4, num_blocks=32, vocab_size=131)
+    setup = make_interpreted_setup("qwen3", limits=limits, changes={"num_hidden_layers": 1})
+    scenario(setup.world)
+    assert set(setup.executor.stats()["steps"]) == {"decode_graph", "piecewise"}
 
 
 @pytest.mark.parametrize("live", [96, 97, 100])

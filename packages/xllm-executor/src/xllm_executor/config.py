@@ -30,7 +30,8 @@ class ExecutorConfig:
             states.
         eager_is_error: a step that runs eagerly though a graph was asked for is an error.
         progress: show a progress bar of the warm-up on stderr.
-        attention_backend: one of `xllm_attention.available_backends()`.
+        attention_backend: one of `xllm_attention.available_backends()`, a choice per phase such as
+            "decode=triton,prefill=flashinfer", or `auto`: the best for each step.
         max_tokens_per_batch: tokens of one step at most.
         max_model_len: KV length of a sequence at most; 0 takes the model's max_position_embeddings.
         validate: check every step's metadata against the contract. Reads device tensors back: for debugging.
@@ -45,7 +46,7 @@ class ExecutorConfig:
     logits_in_graph: bool = True
     eager_is_error: bool = False
     progress: bool = False
-    attention_backend: str = "torch"
+    attention_backend: str = "auto"
     max_tokens_per_batch: int = 8192
     max_model_len: int = 0
     validate: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ..memory import SERVED_DEVICES, shaped_as
+from .launches import Launch, watched_launches
 from .pool import Block, BlockPool, poison
 from .refusals import HostReadGuard, check_op, check_reads, check_result
 
@@ -82,6 +84,8 @@ class RecordedGraphRuntime:
         self._pool = BlockPool(self.device)
         self._graph: RecordedGraph | None = None
         self._in_session = False
+        self._paused = False  # inside of work that is one entry
+        self._thread = get_ident()
         key = torch._C._parse_dispatch_key(self.device.type.upper())
         assert key is not None
         self._keys = torch._C.DispatchKeySet(key)
@@ -92,8 +96,10 @@ class RecordedGraphRuntime:
         if self._in_session:
             raise RuntimeError("a capture session is open already")
         self._in_session = True
+        self._thread = get_ident()
         try:
-            with torch.no_grad(), _Recorder(self), self._guard():
+            launches = watched_launches(self._launch)
+            with torch.no_grad(), launches, _Recorder(self), self._guard():
                 yield
         finally:
             self._in_session = False
@@ -129,8 +135,8 @@ class RecordedGraphRuntime:
         self._pool = BlockPool(self.device)
 
     def recording(self) -> bool:
-        """Whether a capture is open."""
-        return self._graph is not None
+        """Whether a capture is open, and this is the thread that it records."""
+        return self._graph is not None and not self._paused and get_ident() == self._thread
 
     def record(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one op and appends it to the open capture; returns its result in memory of the pool."""
@@ -164,8 +170,30 @@ class RecordedGraphRuntime:
     def _run(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func.namespace in _NATIVE:
             return func(*args, **kwargs)
-        with _ReadCheck():  # type: ignore[no-untyped-call]
+        with self._pause(), _ReadCheck():  # type: ignore[no-untyped-call]
             return func.redispatch(self._keys, *args, **kwargs)
+
+    def _launch(self, launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.recording():
+            return launch(*args, **kwargs)
+        graph = self._graph
+        assert graph is not None
+        with self._pause():
+            result = launch(*args, **kwargs)
+            for tensor in tree_iter((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    graph.writes(tensor)  # which of them it writes is the kernel's own business
+            args, kwargs = tree_map_only(torch.Tensor, self._snapshot, (args, kwargs))
+        graph.append(lambda: launch(*args, **kwargs))
+        return result
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _guard(self) -> HostReadGuard:
         return HostReadGuard(self.recording)
