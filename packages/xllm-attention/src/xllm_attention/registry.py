@@ -53,7 +53,7 @@ def create_backend(
             the backend cannot serve, or a limit below 1.
     """
     device = torch.device(device)
-    limits = {
+    limits: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
         "max_num_seqs": max_num_seqs,
@@ -63,7 +63,7 @@ def create_backend(
     chosen = parse_choice(name)
     if isinstance(chosen, str) and chosen != AUTO:
         return _load(chosen)(specs, **limits)
-    wanted = {phase: AUTO for phase in Phase} if isinstance(chosen, str) else chosen
+    wanted = dict.fromkeys(Phase, AUTO) if isinstance(chosen, str) else chosen
     for other in wanted.values():
         if other != AUTO:
             _load(other)

@@ -24,7 +24,7 @@ OTHER_ON_FLASHINFER = tuple(
     replace(BY_NAME[f"{shape}-{label}"], head_dim=head_dim, dtype=dtype)
     for labels, head_dim, dtype in (
         (("window1", "window2", "window15", "window16", "window17", "window1000", "groups3"), 128, torch.bfloat16),
-        (("page1-window1", "page1-window2", "cap", "cap-window5"), 128, torch.bfloat16),
+        (("page1-window1", "page1-window2", "cap"), 128, torch.bfloat16),
         (("group1", "group5", "group8", "page1"), 64, torch.float16),
         (("dim256",), 256, torch.float16),
     )

@@ -20,11 +20,11 @@ class FlashInferBackend(AttentionBackend):
     """Paged attention by FlashInfer, for CUDA devices.
 
     Decode runs on CUDA cores or, for large groups and those they lack, on tensor cores; whole prompts run over the
-    step's own keys, all other steps over the paged cache. Plans read host mirrors only and copy nothing from the device.
-    FlashInfer compiles a kernel when it is first used; binding the caches does that, so that no step waits for it.
+    step's own keys, all other steps over the paged cache. Plans read host mirrors only and copy nothing from the
+    device. FlashInfer compiles a kernel when it is first used; binding the caches does that, so that no step waits.
 
     Raises:
-        ValueError: also by `bind_kv_caches`, for k and v caches of unequal strides or of elements that are not adjacent.
+        ValueError: also by `bind_kv_caches`, for k and v caches of unequal strides, or whose elements are not adjacent.
     """
 
     name = "flashinfer"

@@ -19,13 +19,13 @@ class PinnedRing:
 
     def __init__(self, num_buffers: int, num_bytes: int) -> None:
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_buffers)]
-        self._events = [torch.cuda.Event() for _ in range(num_buffers)]
+        self._events = [torch.cuda.Event() for _ in range(num_buffers)]  # type: ignore[no-untyped-call]
         self._next = 0
 
     def take(self) -> torch.Tensor:
         """The next buffer. Waits only when the host is so far ahead that the device has not read it yet."""
         event = self._events[self._next]
-        if not event.query():
+        if not event.query():  # type: ignore[no-untyped-call]
             event.synchronize()
         return self._buffers[self._next]
 

@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 
 
-def append(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Writes k, v [>= T, K, D] at slots [T] int32 of the caches [num_blocks, page_size, K, D]; slots < 0 are skipped."""
+def append(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Writes k, v [>= T, K, D] at slots [T] int32 of caches [num_blocks, page_size, K, D]; slots < 0 are skipped."""
     num_tokens = slots.shape[0]
     if num_tokens == 0:
         return
@@ -28,7 +26,8 @@ def append(
 def append_kernel(
     k_ptr: tl.tensor, v_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, slots_ptr: tl.tensor,
     k_st: tl.tensor, k_sh: tl.tensor, k_sd: tl.tensor, v_st: tl.tensor, v_sh: tl.tensor, v_sd: tl.tensor,
-    kc_sp: tl.tensor, kc_st: tl.tensor, kc_sh: tl.tensor, kc_sd: tl.tensor, vc_sp: tl.tensor, vc_st: tl.tensor, vc_sh: tl.tensor, vc_sd: tl.tensor,
+    kc_sp: tl.tensor, kc_st: tl.tensor, kc_sh: tl.tensor, kc_sd: tl.tensor,
+    vc_sp: tl.tensor, vc_st: tl.tensor, vc_sh: tl.tensor, vc_sd: tl.tensor,
     PAGE_SIZE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr, D_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program a token. Strides: `_st` token (or place in the page), `_sh` head, `_sd` element, `_sp` page."""

@@ -11,7 +11,7 @@ from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
 from ...spec import AttentionSpec
 from .append import append, append_kernel
 from .attend import attend_kernel
-from .workspace import Workspace, WorkList
+from .workspace import WorkList, Workspace
 
 # True when the environment variable TRITON_INTERPRET was set as the kernels were defined.
 INTERPRETED = not isinstance(append_kernel, triton.JITFunction)
@@ -57,7 +57,7 @@ class TritonBackend(AttentionBackend):
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("attention backend 'triton' runs on a CPU only in its interpreter: set TRITON_INTERPRET=1")
         if INTERPRETED and dtype is torch.bfloat16:
-            raise ValueError("attention backend 'triton' cannot serve bfloat16 in its interpreter; served are fp16, fp32")
+            raise ValueError("attention backend 'triton' cannot serve torch.bfloat16 in its interpreter")
 
         # Programmatic dependent launch: the next launch of a graph starts before the last one has drained.
         self._can_overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -56,12 +56,8 @@ def add_tile(
 ) -> tl.tensor:  # fmt: skip
     """Adds N keys to (acc [M, D], top [M], total [M]) on the matrix unit."""
     element = tl.arange(0, D_PAD)
-    k = tl.load(
-        k_rows[None, :] + (element * k_sd)[:, None], mask=exists[None, :] & (element < D)[:, None], other=0.0
-    )
-    v = tl.load(
-        v_rows[:, None] + (element * v_sd)[None, :], mask=exists[:, None] & (element < D)[None, :], other=0.0
-    )
+    k = tl.load(k_rows[None, :] + (element * k_sd)[:, None], mask=exists[None, :] & (element < D)[:, None], other=0.0)
+    v = tl.load(v_rows[:, None] + (element * v_sd)[None, :], mask=exists[:, None] & (element < D)[None, :], other=0.0)
     scores = scores_of(tl.dot(q, k, input_precision="ieee" if IEEE else "tf32"), scale, soft_cap, CAP)
     visible = exists[None, :]
     if CAUSAL:

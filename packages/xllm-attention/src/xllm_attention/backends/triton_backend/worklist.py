@@ -1,9 +1,9 @@
 """The work list of one step: which program attends which query rows over which keys. Made on the device.
 
-Owns how a step is cut into items. An item is one tile of a sequence's query rows and one chunk of its keys; a tile whose
-keys are cut into several chunks is combined by whichever of its programs ends last. The list is made by a kernel from
-the device metadata, so that planning neither waits for the device nor holds host buffers that a running step still
-reads: it is ordered on the stream like any other work. How many items there are at most depends on the bucket only,
+Owns how a step is cut into items. An item is one tile of a sequence's query rows and one chunk of its keys; a tile
+whose keys are cut into several chunks is combined by whichever of its programs ends last. The list is made by a kernel
+from the device metadata, so that planning neither waits for the device nor holds host buffers that a running step
+still reads: it is ordered on the stream like any other work. How many items there are at most depends on the bucket only,
 so a captured launch is right for every length.
 """
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the list [capacity, ITEM_WIDTH] int32: one item is half a cache line. A query row is a token and one head of a group: row = token * G + head.
+# Columns of the list [capacity, ITEM_WIDTH] int32: one item is half a cache line. A query row is
+# a token and one head of a group: row = token * G + head.
 TOKEN = tl.constexpr(0)  # the step's token that is the sequence's first
 NUM_ROWS = tl.constexpr(1)  # query rows of the sequence: its tokens times G
 PREFIX = tl.constexpr(2)  # KV length before the sequence's first token of this step
@@ -28,7 +29,9 @@ ITEM_WIDTH = tl.constexpr(16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def chunk_counts(q_lens: tl.tensor, kv_lens: tl.tensor, G: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
+def chunk_counts(
+    q_lens: tl.tensor, kv_lens: tl.tensor, G: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tl.tensor:
     """Tiles of query rows of each sequence, and the number of keys that its queries see."""
     tiles = (q_lens * G + BLOCK_M - 1) // BLOCK_M
     seen = kv_lens
@@ -49,7 +52,7 @@ def worklist_kernel(
     UNIT: tl.constexpr, LEAST_UNITS: tl.constexpr, ENOUGH_UNITS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Each program fills BLOCK_I items. All programs repeat the sums over the batch: that is cheaper than to share them.
+    """Each program fills BLOCK_I items. All programs repeat the sums over the batch, which is cheaper than sharing them.
 
     Chunks are multiples of UNIT keys. With n chunks' worth of keys in the step, chunks are cut so that they make up one
     wave of programs (`wave` items) while that leaves them shorter than ENOUGH_UNITS, where the balance of several

@@ -1,4 +1,4 @@
-"""Persistent buffers of the kernels: work lists, page indices, partial results. One set a backend, whatever the buckets."""
+"""Persistent buffers of the kernels: work lists, page indices, partial results. One set for all buckets."""
 
 from __future__ import annotations
 

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# GPU tests and benchmarks on a host without a package registry: nothing is installed but wheels that lie in .wheels/.
+#
+#   ci/gpu.sh [--attention] [--graph] [--models] [--executor] [--integration] [--bench-attention] [--out DIR]
+#
+# Without a part, all tests run, and no benchmark. The host brings python3 with torch, triton, pytest and hypothesis
+# (pytest-xdist is used where present). FlashInfer comes as wheels (flashinfer-python, apache-tvm-ffi); kernels that it
+# has compiled before may lie in .wheels/flashinfer-aot/NAME/NAME.so, which saves their compilation.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+parts=() out=benchmarks/results
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --out) out="$2"; shift ;;
+    --attention | --graph | --models | --executor | --integration | --bench-attention) parts+=("${1#--}") ;;
+    *) echo "unknown argument: $1" >&2; exit 2 ;;
+  esac
+  shift
+done
+[ ${#parts[@]} -gt 0 ] || parts=(attention graph models executor integration)
+
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+if compgen -G ".wheels/*.whl" >/dev/null; then
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" .wheels/*.whl
+  if [ -d .wheels/flashinfer-aot ] && [ -d "$site/flashinfer" ]; then
+    mkdir -p "$site/flashinfer/data/aot"
+    cp -r .wheels/flashinfer-aot/. "$site/flashinfer/data/aot/"
+  fi
+fi
+sources=$(printf '%s:' "$PWD"/packages/*/src)
+export PYTHONPATH="$site:$sources$PWD/integration/python" PYTHONUNBUFFERED=1 XLLM_GPU_TESTS=1
+python3 -c 'import torch; assert torch.cuda.is_available(), "torch finds no CUDA device"; print(torch.cuda.get_device_name())'
+
+gpu_tests() { # FOLDER WORKERS
+  local options=(-q -m gpu -p no:cacheprovider)
+  if python3 -c 'import pytest_benchmark' 2>/dev/null; then options+=(-p no:benchmark); fi
+  if [ "$2" -gt 1 ] && python3 -c 'import xdist' 2>/dev/null; then options+=(-n "$2"); fi
+  python3 -m pytest "${options[@]}" "$1"
+}
+
+for part in "${parts[@]}"; do
+  echo "== $part"
+  case "$part" in
+    attention) gpu_tests packages/xllm-attention/tests 12 ;;
+    bench-attention) python3 benchmarks/attention.py --out "$out/attention-h200.json" ;;
+    integration) gpu_tests integration 1 ;;
+    *) gpu_tests "packages/xllm-$part/tests" 1 ;;
+  esac
+done
