@@ -3,8 +3,8 @@
 Owns how a step is cut into items. An item is one tile of a sequence's query rows and one chunk of its keys; a tile
 whose keys are cut into several chunks is combined by whichever of its programs ends last. The list is made by a kernel
 from the device metadata, so that planning neither waits for the device nor holds host buffers that a running step
-still reads: it is ordered on the stream like any other work. How many items there are at most depends on the bucket only,
-so a captured launch is right for every length.
+still reads: it is ordered on the stream like any other work. How many items there are at most depends on the bucket
+only, so a captured launch is right for every length.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def worklist_kernel(
     UNIT: tl.constexpr, LEAST_UNITS: tl.constexpr, ENOUGH_UNITS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Each program fills BLOCK_I items. All programs repeat the sums over the batch, which is cheaper than sharing them.
+    """Each program fills BLOCK_I items. All repeat the sums over the batch, which is cheaper than sharing them.
 
     Chunks are multiples of UNIT keys. With n chunks' worth of keys in the step, chunks are cut so that they make up one
     wave of programs (`wave` items) while that leaves them shorter than ENOUGH_UNITS, where the balance of several
