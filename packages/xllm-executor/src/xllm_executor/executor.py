@@ -118,9 +118,8 @@ class ModelExecutor:
             raise RuntimeError("warmup was called before bind_kv_caches")
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._runners.eager.execute(zero, zero, _padding_step(self._device), zero)
-        bar = tqdm(
-            total=self._runners.num_captures, desc="capturing graphs", file=sys.stderr, disable=not self.config.progress
-        )
+        total = self._runners.num_captures
+        bar = tqdm(total=total, desc="capturing graphs", file=sys.stderr, disable=not (total and self.config.progress))
         with bar:
             self._runners.warmup(lambda report: _advance(bar, f"{report.runner} {report.size}"))
         self._warmup_plans = self._backend.plan_counts

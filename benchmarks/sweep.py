@@ -1,0 +1,240 @@
+"""TTFT and TPOT over batch sizes: eager, full decode graphs with piecewise prefill, and everything piecewise.
+
+    python benchmarks/sweep.py [--batches 1,8,16,100] [--out benchmarks/results/sweep-h200.json]
+    python benchmarks/table.py benchmarks/results/sweep-h200.json
+
+Every batch is a number of prompts of equal length, all there at the beginning. TTFT is the time until the host has the
+first token of all of them; TPOT is the time of the other tokens, divided by their number less one. The host reads the
+tokens of every step before it builds the next step's metadata. Weights are random, sampling is greedy. On a CPU a small
+model runs, on recorded graphs, to show that the benchmark works and not how fast anything is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import results as result_files
+import torch
+from batch import PAGE_SIZE, StepBuilder
+
+from xllm_executor import ModelExecutor
+from xllm_models import CausalLM, get_model_class
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
+    "small": {
+        "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+MODES = ("eager", "graph", "piecewise")
+DEFAULTS = {  # device type -> defaults of the options
+    "cuda": {"shape": "qwen3-0.6b", "batches": "1,8,16,100", "input_len": 1024, "output_len": 256, "dtype": "bfloat16"},
+    "cpu": {"shape": "small", "batches": "1,3,8", "input_len": 48, "output_len": 12, "dtype": "float32"},
+}
+TOKENS_PER_STEP = 8192
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """The model with weights of the usual scale."""
+    model = get_model_class(SHAPES[shape]["model_type"])(SHAPES[shape], device=device, dtype=dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.02)
+    return model
+
+
+class Bench:
+    """One model, one set of caches, and an executor for each mode."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.device = torch.device(arguments.device)
+        self.batches = [int(part) for part in arguments.batches.split(",")]
+        self.max_len = arguments.input_len + arguments.output_len
+        self.model = random_model(arguments.shape, self.device, getattr(torch, arguments.dtype))
+        self.builder = StepBuilder(
+            max_num_seqs=max(self.batches), max_len=self.max_len, max_num_tokens=TOKENS_PER_STEP, device=self.device
+        )
+        self.caches = [
+            tuple(
+                torch.zeros(
+                    (self.builder.num_blocks, PAGE_SIZE, spec.num_kv_heads, spec.head_dim),
+                    dtype=self.model.dtype,
+                    device=self.device,
+                )
+                for _ in "kv"
+            )
+            for spec in self.model.attention_specs
+        ]
+        vocabulary = SHAPES[arguments.shape]["vocab_size"]
+        shape = (max(self.batches), arguments.input_len)
+        self.prompts = np.random.default_rng(1).integers(0, vocabulary, shape, dtype=np.int32)
+
+    @contextmanager
+    def executor(self, mode: str) -> Iterator[ModelExecutor]:
+        """An executor of the mode, warmed up."""
+        on_cuda = self.device.type == "cuda"
+        options: dict[str, object] = {
+            "python_graph_backend": {"eager": "off", "graph": "cudagraphs" if on_cuda else "recorded"}.get(mode, mode),
+            "attention_backend": self.arguments.attention,
+            "max_tokens_per_batch": TOKENS_PER_STEP,
+            "max_model_len": self.max_len,
+            "eager_is_error": True,
+            "progress": True,
+        }
+        if mode == "piecewise" and not on_cuda:
+            options["graph_runtime"] = "recorded"
+        executor = ModelExecutor(self.model, options, max(self.batches))
+        executor.bind_kv_caches(self.caches)
+        executor.warmup()
+        try:
+            yield executor
+        finally:
+            executor.shutdown()
+            del executor
+            gc.collect()
+
+    @torch.no_grad()
+    def generate(
+        self, executor: ModelExecutor, batch: int, margins: np.ndarray | None = None
+    ) -> tuple[float, float, np.ndarray]:
+        """Runs one batch: (TTFT in s, TPOT in s, tokens [batch, output_len]).
+
+        `margins` [batch, output_len] gets by how much the first logit exceeds the second, at the cost of true times.
+        """
+        arguments = self.arguments
+        out = np.empty((batch, arguments.output_len), dtype=np.int32)
+        per_step = max(1, TOKENS_PER_STEP // arguments.input_len)
+        start = time.perf_counter()
+        for first in range(0, batch, per_step):
+            requests = slice(first, min(first + per_step, batch))
+            out[requests, 0] = self._step(executor, requests, 0, self.prompts[requests], margins)
+        first_token = time.perf_counter()
+        for index in range(1, arguments.output_len):
+            position = arguments.input_len + index - 1
+            out[:, index] = self._step(executor, slice(0, batch), position, out[:, index - 1 : index], margins)
+        end = time.perf_counter()
+        return first_token - start, (end - first_token) / (arguments.output_len - 1), out
+
+    def _step(
+        self, executor: ModelExecutor, requests: slice, position: int, tokens: np.ndarray, margins: np.ndarray | None
+    ) -> Any:
+        step = self.builder.build(requests, position, tokens)
+        logits = executor.execute(step.tokens, step.positions, step.metadata, step.logits_indices)
+        if margins is not None:
+            first, second = logits.float().topk(2, dim=-1).values.unbind(-1)
+            index = max(0, position - self.arguments.input_len + 1)
+            margins[requests, index] = (first - second).cpu().numpy()
+        return logits.argmax(dim=-1).cpu().numpy()  # waits: the next step needs them on the host
+
+    def measure(self, executor: ModelExecutor, batch: int, truth: _Truth | None) -> tuple[dict[str, Any], _Truth]:
+        """One row of the results, and the tokens."""
+        margins = np.zeros((batch, self.arguments.output_len), dtype=np.float32)
+        _, _, tokens = self.generate(executor, batch, margins)  # warms, and is what is compared
+        runs = [self.generate(executor, batch) for _ in range(self.arguments.repeats)]
+        row = {
+            "batch": batch,
+            "ttft_ms": _summary([ttft * 1e3 for ttft, _, _ in runs]),
+            "tpot_ms": _summary([tpot * 1e3 for _, tpot, _ in runs]),
+            "repeatable": all(np.array_equal(tokens, again) for _, _, again in runs),
+        }
+        return row | _against(tokens, truth), _Truth(tokens=tokens, margins=margins)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Truth:
+    """What eager execution said."""
+
+    tokens: np.ndarray  # [B, output_len]
+    margins: np.ndarray  # [B, output_len], first logit less second
+
+
+def _against(tokens: np.ndarray, truth: _Truth | None) -> dict[str, Any]:
+    """How many sequences equal eager's, and the largest margin at which one left it: near 0 it was a tie."""
+    if truth is None:
+        return {"sequences_equal_to_eager": None, "largest_margin_at_a_difference": None}
+    differs = tokens != truth.tokens
+    rows = np.flatnonzero(differs.any(axis=1))
+    margins = truth.margins[rows, differs[rows].argmax(axis=1)]
+    return {
+        "sequences_equal_to_eager": len(tokens) - len(rows),
+        "largest_margin_at_a_difference": float(margins.max()) if len(rows) else None,
+    }
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All modes over all batches."""
+    bench = Bench(arguments)
+    rows: list[dict[str, Any]] = []
+    captures: dict[str, Any] = {}
+    truths: dict[int, _Truth] = {}
+    for mode in arguments.modes.split(","):
+        with bench.executor(mode) as executor:
+            for batch in bench.batches:
+                row, said = bench.measure(executor, batch, truths.get(batch))
+                if mode == "eager":
+                    truths[batch] = said
+                rows.append({"mode": mode} | row)
+                print(f"{mode} B={batch}: TTFT {row['ttft_ms']['median']:.2f} ms, TPOT {row['tpot_ms']['median']:.3f}")
+            captures[mode] = executor.stats()
+    options = {name: getattr(arguments, name) for name in ("shape", "input_len", "output_len", "dtype", "attention")}
+    return options | {"rows": rows, "stats": captures}
+
+
+def parse(command: list[str] | None = None) -> argparse.Namespace:
+    """The options, with the defaults of the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES))
+    parser.add_argument("--dtype")
+    parser.add_argument("--batches", help="numbers of prompts, with commas between them")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}; eager first, to compare with")
+    parser.add_argument("--input-len", type=int)
+    parser.add_argument("--output-len", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(command)
+    for name, value in DEFAULTS[torch.device(arguments.device).type].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.output_len < 2:
+        parser.error(f"--output-len is {arguments.output_len}; TPOT needs at least 2")
+    if unknown := set(arguments.modes.split(",")) - set(MODES):
+        parser.error(f"--modes has {sorted(unknown)}; known are {list(MODES)}")
+    return arguments
+
+
+def main(command: list[str] | None = None) -> None:
+    """Runs the sweep; writes a result file where asked."""
+    arguments = parse(command)
+    measured = run(arguments)
+    if arguments.out is not None:
+        result_files.write(arguments.out, benchmark="sweep", device=arguments.device, results=measured)
+
+
+def _summary(samples: list[float]) -> dict[str, Any]:
+    return {"median": median(samples), "best": min(samples), "samples": samples}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The sweep, its table and the comparison work, and the sweep's steps are what the reference builder makes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from xllm_metadata import FIELDS, build_attention_metadata, validate
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a module of the benchmarks folder by name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 20), (20, 1), (0, 1), (16, 16), (31, 2)])
+def test_steps_equal_the_reference_builders(load: Any, first: int, count: int) -> None:
+    batch = load("batch")
+    builder = batch.StepBuilder(max_num_seqs=5, max_len=40, max_num_tokens=200, device=torch.device("cpu"))
+    requests = slice(1, 4)
+    tokens = np.arange(3 * count, dtype=np.int32).reshape(3, count)
+    step = builder.build(requests, first, tokens)
+    tables = builder._tables[requests].tolist()
+    expected = build_attention_metadata([count] * 3, [first + count] * 3, tables, batch.PAGE_SIZE)
+    for field in FIELDS:
+        ours, theirs = getattr(step.metadata, field.name), getattr(expected, field.name)
+        if isinstance(theirs, torch.Tensor):
+            assert ours.tolist() == theirs.tolist(), field.name
+        elif field.name not in ("is_prefill", "is_chunked_prefill"):  # a prompt of one token is decode to the builder
+            assert ours == theirs, field.name
+    assert step.tokens.tolist() == list(range(3 * count))
+    assert step.positions.tolist() == [*range(first, first + count)] * 3
+    assert step.logits_indices.tolist() == [count - 1, 2 * count - 1, 3 * count - 1]
+    validate(step.metadata, num_tokens=3 * count, num_seqs=3, num_blocks=builder.num_blocks, page_size=batch.PAGE_SIZE)
+
+
+def test_a_small_sweep_its_table_and_a_comparison(
+    load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "sweep.json"
+    command = "--device cpu --batches 1,3 --input-len 20 --output-len 4 --repeats 2 --out"
+    load("sweep").main([*command.split(), str(result)])
+    document = json.loads(result.read_text())
+    assert {"device", "versions", "commit", "command", "date"} <= set(document["stamp"])
+    rows = document["results"]["rows"]
+    assert [(row["mode"], row["batch"]) for row in rows] == [
+        (mode, batch) for mode in ("eager", "graph", "piecewise") for batch in (1, 3)
+    ]
+    assert [row["sequences_equal_to_eager"] for row in rows] == [None, None, 1, 3, 1, 3]
+    assert all(row["repeatable"] for row in rows)
+    stats = document["results"]["stats"]
+    assert set(stats["eager"]["steps"]) == {"eager"}
+    assert set(stats["graph"]["steps"]) == {"decode_graph", "piecewise"}
+    assert set(stats["piecewise"]["steps"]) == {"piecewise"}
+
+    capsys.readouterr()
+    load("table").main([str(result)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| B | TTFT eager | TTFT decode graph | TTFT piecewise | TPOT eager")
+    assert lines[-1].startswith("| 3 | ")
+    assert lines[-1].endswith("| 3/3, 3/3 |")
+
+    slower = json.loads(result.read_text())
+    for row in slower["results"]["rows"]:
+        if row["mode"] == "graph" and row["batch"] == 3:
+            row["tpot_ms"]["samples"] = [sample * 1000 for sample in row["tpot_ms"]["samples"]]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(slower))
+    compare = load("compare")
+    assert compare.main([str(result), str(result), "--check"]) == 0
+    capsys.readouterr()
+    assert compare.main([str(result), str(other), "--check"]) == 1
+    flagged = [line for line in capsys.readouterr().out.splitlines() if line.endswith("slower |")]
+    assert len(flagged) == 1
+    assert flagged[0].startswith("| rows[mode=graph, batch=3].tpot_ms |")
+    assert compare.main([str(other), str(result), "--check"]) == 0  # faster is no failure
