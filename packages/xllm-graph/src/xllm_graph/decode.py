@@ -187,11 +187,11 @@ class DecodeGraphRunner:
         reading = reading_step(
             bucket, bucket, max_model_len=backend.max_model_len, page_size=self._page_size, chunked=False, device=device
         )
-        self._fill(zeros, zeros, reading, bucket)
-        backend.plan(self._metadata, graph=True)
-        self._run(bucket)
-        self._fill(zeros[:0], zeros[:0], empty_step(self._page_size, device), bucket)
-        backend.plan(self._metadata, graph=True)
+        # Real rows first, then the padding that is captured: a kernel may have a variant for either.
+        for ids, step in ((zeros, reading), (zeros[:0], empty_step(self._page_size, device))):
+            self._fill(ids, ids, step, bucket)
+            backend.plan(self._metadata, graph=True)
+            self._run(bucket)
         self._runtime.begin()
         hidden, logits = self._run(bucket)
         graph = self._runtime.end()

@@ -1,0 +1,42 @@
+"""Any sequence of steps, drawn by hypothesis, runs under graphs as it does eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+SETTINGS = settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+# For each step: how many tokens each of the running requests gets; 0 leaves it out, a first entry beyond them is new.
+STEPS = st.lists(st.lists(st.integers(0, 6), max_size=11), min_size=1, max_size=6)
+
+
+@SETTINGS
+@given(steps=STEPS, ends=st.sets(st.integers(0, 5)))
+def check(world: Any, steps: list[list[int]], ends: set[int]) -> None:
+    world.clear()
+    requests: list[int] = []
+    for index, counts in enumerate(steps):
+        left, parts = world.limits.max_num_tokens, []
+        for place, count in enumerate(counts):
+            if place == len(requests):
+                requests.append(world.add())
+            number = requests[place]
+            count = min(count, left, world.limits.max_model_len - world.length(number))
+            if count:
+                parts.append((number, count))
+                left -= count
+        world.step(*parts)
+        if index in ends and requests:
+            world.drop(requests.pop())
+
+
+@pytest.mark.parametrize("logits_in_graph", [True, False])
+def test_random_steps(make_setup: Any, logits_in_graph: bool) -> None:
+    setup = make_setup(logits_in_graph=logits_in_graph)
+    check(setup.world)
+    assert "eager" not in setup.runners.stats.steps
