@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,13 +30,70 @@ def test_collectives_keep_their_schemas_and_fakes(group_of_one: str, rows: int) 
     x = torch.randn(rows, 4)
     torch.library.opcheck(torch.ops.xllm.all_reduce_.default, (x.clone(), group_of_one))
     torch.library.opcheck(torch.ops.xllm.all_gather.default, (x, 1, group_of_one))
+    torch.library.opcheck(torch.ops.xllm.reduce_scatter.default, (x, 1, group_of_one))
+    torch.library.opcheck(torch.ops.xllm.broadcast_.default, (x.clone(), 0, group_of_one))
     assert torch.equal(ops.all_reduce_(x.clone(), group_of_one), x)
     assert torch.equal(ops.all_gather(x, 1, group_of_one), x)
+    assert torch.equal(ops.reduce_scatter(x, 1, group_of_one), x)
+    assert torch.equal(ops.broadcast_(x.clone(), 0, group_of_one), x)
 
 
-def test_all_gather_refuses_another_number_of_ranks(group_of_one: str) -> None:
+def test_another_number_of_ranks_is_refused(group_of_one: str) -> None:
     with pytest.raises(ValueError, match="'alone' has 1 ranks, not 2"):
         ops.all_gather(torch.zeros(1), 2, group_of_one)
+    with pytest.raises(ValueError, match="'alone' has 1 ranks, not 2"):
+        ops.reduce_scatter(torch.zeros(2), 2, group_of_one)
+
+
+def test_traffic_counts_calls_and_bytes(group_of_one: str) -> None:
+    before = ops.traffic()
+    ops.all_reduce_(torch.zeros(3, 4), group_of_one)
+    ops.all_reduce_(torch.zeros(0, 4), group_of_one)
+    ops.all_gather(torch.zeros(5, dtype=torch.bfloat16), 1, group_of_one)
+    moved = {
+        name: (calls - before.get(name, (0, 0))[0], num_bytes - before.get(name, (0, 0))[1])
+        for name, (calls, num_bytes) in ops.traffic().items()
+    }
+    assert (moved["all_reduce"], moved["all_gather"]) == ((2, 48), (1, 10))
+
+
+RANK = """
+import sys
+
+import torch
+from torch import distributed
+
+from xllm_models import ops
+
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+ops.register_group("tp", distributed.group.WORLD)
+x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (10.0**rank)
+assert ops.reduce_scatter(x, 2, "tp").tolist() == [[11.0, 22.0], [33.0, 44.0]][rank : rank + 1]
+assert ops.broadcast_(x.clone(), 1, "tp").tolist() == [[10.0, 20.0], [30.0, 40.0]]
+assert ops.broadcast_(x.clone(), 0, "tp").tolist() == [[1.0, 2.0], [3.0, 4.0]]
+ops.unregister_group("tp")
+distributed.destroy_process_group()
+"""
+
+
+def test_reduce_scatter_and_broadcast_between_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "rendezvous")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+
+
+def test_rows_that_do_not_divide_by_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs rows that divide by them, got 3"):
+        torch.ops.xllm.reduce_scatter(torch.zeros(3, device="meta"), 2, group_of_one)
 
 
 def test_a_group_must_be_registered_and_only_once(group_of_one: str) -> None:

@@ -7,7 +7,15 @@ their argument.
 from __future__ import annotations
 
 from .activation import gelu_and_mul, silu_and_mul
-from .collectives import all_gather, all_reduce_, register_group, unregister_group
+from .collectives import (
+    all_gather,
+    all_reduce_,
+    broadcast_,
+    reduce_scatter,
+    register_group,
+    traffic,
+    unregister_group,
+)
 from .linear import linear
 from .moe import moe
 from .norm import fused_add_rms_norm, rms_norm
@@ -16,14 +24,17 @@ from .rotary import qk_norm_rope, rotary
 __all__ = [
     "all_gather",
     "all_reduce_",
+    "broadcast_",
     "fused_add_rms_norm",
     "gelu_and_mul",
     "linear",
     "moe",
     "qk_norm_rope",
+    "reduce_scatter",
     "register_group",
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "traffic",
     "unregister_group",
 ]

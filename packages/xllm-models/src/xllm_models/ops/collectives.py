@@ -1,7 +1,7 @@
 """Collectives inside a model, as ops over torch.distributed.
 
-Owns the ops and the names they find their process groups by. Creating a process group, and the choice of its
-transport, belongs to the host.
+Owns the ops, the names they find their process groups by, and the count of what they moved. Creating a process group,
+and the choice of its transport, belongs to the host.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from torch import distributed
 
 from .library import define_op
 
-# torch 2.13 renamed it and deprecated the old name.
+# torch 2.13 renamed them and deprecated the old names.
 _gather_into: Callable[..., object] = getattr(
     distributed, "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
 )
+_scatter_sum_into: Callable[..., object] = getattr(
+    distributed, "reduce_scatter_single" if hasattr(distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
 _groups: dict[str, distributed.ProcessGroup] = {}
+_traffic: dict[str, list[int]] = {}  # name of the op to [calls, bytes]
 
 
 def register_group(name: str, group: distributed.ProcessGroup) -> None:
@@ -40,7 +44,29 @@ def _group(name: str) -> distributed.ProcessGroup:
     return _groups[name]
 
 
+def traffic() -> dict[str, tuple[int, int]]:
+    """What this process's collectives moved since it started: op to (calls, bytes of this rank's input).
+
+    A collective inside a captured device graph counts when it is captured, not when it is replayed.
+    """
+    return {name: (calls, num_bytes) for name, (calls, num_bytes) in _traffic.items()}
+
+
+def _count(name: str, x: torch.Tensor) -> None:
+    counts = _traffic.setdefault(name, [0, 0])
+    counts[0] += 1
+    counts[1] += x.numel() * x.element_size()
+
+
+def _group_of(name: str, num_ranks: int) -> distributed.ProcessGroup:
+    group = _group(name)
+    if group.size() != num_ranks:
+        raise ValueError(f"process group {name!r} has {group.size()} ranks, not {num_ranks}")
+    return group
+
+
 def _all_reduce_torch(x: torch.Tensor, group: str) -> None:
+    _count("all_reduce", x)
     distributed.all_reduce(x, group=_group(group))
 
 
@@ -49,9 +75,8 @@ def _all_reduce_fake(x: torch.Tensor, group: str) -> None:
 
 
 def _all_gather_torch(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    process_group = _group(group)
-    if process_group.size() != num_ranks:
-        raise ValueError(f"process group {group!r} has {process_group.size()} ranks, not {num_ranks}")
+    process_group = _group_of(group, num_ranks)
+    _count("all_gather", x)
     out = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
     _gather_into(out, x.contiguous(), group=process_group)
     return out
@@ -61,8 +86,37 @@ def _all_gather_fake(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tenso
     return x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
 
 
+def _reduce_scatter_torch(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    process_group = _group_of(group, num_ranks)
+    out = _reduce_scatter_fake(x, num_ranks, group)
+    _count("reduce_scatter", x)
+    _scatter_sum_into(out, x.contiguous(), group=process_group)
+    return out
+
+
+def _reduce_scatter_fake(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    if x.shape[0] % num_ranks:
+        raise ValueError(f"reduce_scatter over {num_ranks} ranks needs rows that divide by them, got {x.shape[0]}")
+    return x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
+
+
+def _broadcast_torch(x: torch.Tensor, source: int, group: str) -> None:
+    process_group = _group(group)
+    _count("broadcast", x)
+    distributed.broadcast(x, group=process_group, group_src=source)
+
+
+def _broadcast_fake(x: torch.Tensor, source: int, group: str) -> None:
+    return None
+
+
 _all_reduce = define_op("all_reduce_(Tensor(a!) x, str group) -> ()", _all_reduce_torch, _all_reduce_fake)
 _all_gather = define_op("all_gather(Tensor x, int num_ranks, str group) -> Tensor", _all_gather_torch, _all_gather_fake)
+
+_reduce_scatter = define_op(
+    "reduce_scatter(Tensor x, int num_ranks, str group) -> Tensor", _reduce_scatter_torch, _reduce_scatter_fake
+)
+_broadcast = define_op("broadcast_(Tensor(a!) x, int source, str group) -> ()", _broadcast_torch, _broadcast_fake)
 
 
 def all_reduce_(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -74,3 +128,17 @@ def all_reduce_(x: torch.Tensor, group: str) -> torch.Tensor:
 def all_gather(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     """The ranks' x one after another along dimension 0: [N, ...] -> [num_ranks * N, ...], rank 0 first."""
     return cast(torch.Tensor, _all_gather(x, num_ranks, group))
+
+
+def reduce_scatter(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    """The sum of the ranks' x, of which each keeps its rows: [num_ranks * N, ...] -> [N, ...], rank 0 the first.
+
+    Rows that do not divide by `num_ranks` are a ValueError.
+    """
+    return cast(torch.Tensor, _reduce_scatter(x, num_ranks, group))
+
+
+def broadcast_(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
+    """Copy x of rank `source` of the group into everyone's x, in place (x contiguous); returns x."""
+    _broadcast(x, source, group)
+    return x
