@@ -117,7 +117,7 @@ def test_a_family_fills_what_its_config_json_may_omit() -> None:
         ({"torch_dtype": "float16"}, "contradictory keys in config: dtype='bfloat16', torch_dtype='float16'"),
         ({"eos_token_ids": [7]}, "contradictory keys in config: eos_token_id"),
         ({"dtype": "float7"}, r"dtype 'float7' is not supported; supported: \['float32', 'float16', 'bfloat16'\]"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported"),
         ({"hidden_size": None}, "config has no hidden_size"),
         ({"num_hidden_layers": None}, "config has no num_hidden_layers or n_layers"),
         ({"hidden_size": "32"}, "hidden_size in config must be an integer, got '32'"),

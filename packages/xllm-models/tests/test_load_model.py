@@ -89,7 +89,7 @@ def test_a_step_without_tokens(directory: Path, paged: ModuleType) -> None:
         ({"hidden_act": "relu"}, r"hidden_act 'relu' is not supported; supported: \['gelu', "),
         ({"dtype": "int4"}, "dtype 'int4' is not supported"),
         ({"n_heads": 3}, "contradictory keys"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method 'fp8'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config with quant_method 'hqq'"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral' is not supported"),
         ({"intermediate_size": 50}, "wrong shape: .*gate_proj"),
     ],

@@ -17,7 +17,7 @@ from xllm_attention import Attention, AttentionSpec
 
 from .config import ModelConfig
 from .layers import LMHead, TensorParallel
-from .loading import StateDict, WeightMap, load_weights
+from .loading import StateDict, WeightMap, dequantized, load_weights
 
 
 class CausalLM(nn.Module, ABC):
@@ -86,6 +86,8 @@ class CausalLM(nn.Module, ABC):
                 f"weights of rank {tp_rank} of {tp_size} do not fit a model built as rank {self.tp.rank} of "
                 f"{self.tp.size}"
             )
+        if self.config.quantization is not None:
+            state_dicts = dequantized(state_dicts, self.config.quantization)
         tied = self.config.tie_word_embeddings
         load_weights(self, self.weight_map, state_dicts, tied=tied, progress=progress)
 

@@ -16,6 +16,7 @@ import torch
 
 from .config_keys import ConfigKeys
 from .moe_config import MoEConfig
+from .quantization_config import Quantization, parse_quantization
 from .rope_config import RopeConfig, parse_layer_ropes
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -61,6 +62,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
     query_pre_attn_scalar: float | None = None  # attention scores are divided by its root; None: by head_dim's
     final_logit_softcapping: float = 0.0  # 0: none
+    quantization: Quantization | None = None  # of the checkpoint; no part of ModelArgs
     max_model_len: int = 0  # the longest sequence to be served; 0: all that the positions allow
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as read, for own keys
 
@@ -105,7 +107,6 @@ class ModelConfig:
         A missing, contradictory or wrongly typed key, an unsupported quantization and an unknown dtype or rope type
         are ValueErrors that name it.
         """
-        _refuse_quantization(raw)
         keys = ConfigKeys(raw, defaults=defaults)
         hidden_size = keys.integer("hidden_size")
         num_heads = keys.integer("num_attention_heads", "n_heads")
@@ -146,6 +147,7 @@ class ModelConfig:
             final_logit_softcapping=keys.number("final_logit_softcapping", default=0.0),
             bos_token_id=keys.optional_int("bos_token_id"),
             eos_token_ids=_eos_token_ids(keys),
+            quantization=parse_quantization(raw),
             raw=dict(raw),
         )
 
@@ -186,13 +188,6 @@ class ModelConfig:
         if self.moe is not None:
             args |= self.moe.to_model_args()
         return args | self.rope.to_model_args()
-
-
-def _refuse_quantization(raw: Mapping[str, Any]) -> None:
-    quantization = raw.get("quantization_config") or raw.get("compression_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ValueError(f"quantization_config with quant_method {method!r} is not supported")
 
 
 def _sliding_window(raw: Mapping[str, Any], keys: ConfigKeys, defaults: Mapping[str, Any]) -> int:

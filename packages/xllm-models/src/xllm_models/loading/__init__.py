@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .checkpoint import open_checkpoint
 from .loader import WeightError, load_weights
+from .quantized import dequantized
 from .state_dict import DictStateDict, SafetensorsStateDict, SliceableStateDict, StateDict, TensorSlice
 from .weight_map import WeightMap
 
@@ -15,6 +16,7 @@ __all__ = [
     "TensorSlice",
     "WeightError",
     "WeightMap",
+    "dequantized",
     "load_weights",
     "open_checkpoint",
 ]

@@ -6,6 +6,7 @@ and shards from the layers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ from torch import nn
 from tqdm import tqdm
 
 from ..layers.parallel import Part, PartitionedModule
-from .state_dict import SliceableStateDict, StateDict
+from .state_dict import SafetensorsStateDict, SliceableStateDict, StateDict, shape_and_dtype, tensor_region
 from .weight_map import WeightMap
 
 # Both spellings, torch's and safetensors'. A quantized or integer tensor would be copied without its scale.
 _FLOAT_DTYPES = frozenset(
     {"torch.float64", "torch.float32", "torch.float16", "torch.bfloat16", "F64", "F32", "F16", "BF16"}
 )
+
+_PIECE_BYTES = 16 << 20  # of a piece in fp32
+_PIECE_ROWS = 128  # pieces are multiples of this many rows: quantized formats pack and scale rows together
 
 
 class WeightError(ValueError):
@@ -65,7 +69,8 @@ def load_weights(
         _check_tied(alias, name, copies, where)
     _clear_padding(copies)
     for copy in tqdm(copies, desc="loading weights", unit="tensor", disable=not progress):
-        copy.parameter[copy.part.target].copy_(_read(where[copy.source], copy.source, copy.part))
+        for target, rows in _pieces(copy, where[copy.source]):
+            target.copy_(rows)
 
 
 def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
@@ -125,7 +130,7 @@ def _check(
     for name, shape in expected.items():
         if name not in where:
             continue
-        found, dtype = _describe(where[name], name)
+        found, dtype = shape_and_dtype(where[name], name)
         if found != shape:
             faults["wrong shape"].append(f"{name} (checkpoint {list(found)}, model {list(shape)})")
         if dtype not in _FLOAT_DTYPES:
@@ -135,22 +140,37 @@ def _check(
         raise WeightError("\n".join(("the checkpoint does not fit the model", *lines)))
 
 
-def _describe(state_dict: StateDict, name: str) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of a tensor, without reading it where the state dict can do that."""
-    if isinstance(state_dict, SliceableStateDict):
-        tensor_slice = state_dict.get_slice(name)
-        return tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
-    tensor = state_dict.get_tensor(name)
-    return tuple(tensor.shape), str(tensor.dtype)
+def _is_whole(part: Part) -> bool:
+    return all(region == slice(0, size) for region, size in zip(part.source, part.shape, strict=True))
 
 
 def _read(state_dict: StateDict, name: str, part: Part) -> torch.Tensor:
-    """The part's region of a checkpoint tensor, reading no more than that where the state dict can do it."""
-    if all(region == slice(0, size) for region, size in zip(part.source, part.shape, strict=True)):
-        return state_dict.get_tensor(name)
-    if isinstance(state_dict, SliceableStateDict):
-        return state_dict.get_slice(name)[part.source]
-    return state_dict.get_tensor(name)[part.source]
+    """The part's region of a checkpoint tensor."""
+    return state_dict.get_tensor(name) if _is_whole(part) else tensor_region(state_dict, name, part.source)
+
+
+def _pieces(copy: _Copy, state_dict: StateDict) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(region of the parameter, rows for it), which together are the part.
+
+    What is cut, converted or dequantized on its way takes memory of its own, so it comes in pieces of some rows. A
+    plain file's whole tensor does not: it is the mapped file.
+    """
+    target = copy.parameter[copy.part.target]
+    while target.ndim > len(copy.part.source):
+        target = target[0]  # one entry of stacked weights
+    if not isinstance(state_dict, SliceableStateDict) or (
+        _is_whole(copy.part) and isinstance(state_dict, SafetensorsStateDict)
+    ):
+        yield target, _read(state_dict, copy.source, copy.part)
+        return
+    tensor = state_dict.get_slice(copy.source)
+    all_rows, *others = copy.part.source
+    row_bytes = 4 * math.prod(region.stop - region.start for region in others)
+    step = max(_PIECE_BYTES // row_bytes // _PIECE_ROWS, 1) * _PIECE_ROWS
+    for start in range(all_rows.start, all_rows.stop, step):
+        stop = min(start + step, all_rows.stop)
+        rows = tensor[(slice(start, stop), *others)]
+        yield target[start - all_rows.start : stop - all_rows.start], rows
 
 
 def _check_tied(alias: str, name: str, copies: Sequence[_Copy], where: Mapping[str, StateDict]) -> None:

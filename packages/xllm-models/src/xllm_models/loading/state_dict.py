@@ -88,3 +88,19 @@ class SafetensorsStateDict:
 
     def keys(self) -> Collection[str]:
         return self._names.keys()
+
+
+def shape_and_dtype(state_dict: StateDict, name: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype's name of a tensor, without reading it where the state dict can do that."""
+    if isinstance(state_dict, SliceableStateDict):
+        tensor_slice = state_dict.get_slice(name)
+        return tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
+    tensor = state_dict.get_tensor(name)
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def tensor_region(state_dict: StateDict, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+    """A region of a tensor, reading no more than that where the state dict can do it."""
+    if isinstance(state_dict, SliceableStateDict):
+        return state_dict.get_slice(name)[region]
+    return state_dict.get_tensor(name)[region]

@@ -1,0 +1,224 @@
+"""Quantized checkpoints, read as if they held plain weights: each region is dequantized when it is read.
+
+Owns the formats: fp8 with a scale for a block, a row or a tensor, and 4-bit integers as AWQ and GPTQ pack them.
+N outputs, K inputs of a linear layer; its weight is [N, K].
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..quantization_config import Quantization
+from .state_dict import StateDict, TensorSlice, shape_and_dtype, tensor_region
+
+_LOGGER = logging.getLogger(__name__)
+
+_FP8_SCALES = ("weight_scale_inv", "weight_scale")
+_FP8_UNUSED = ("input_scale",)  # of activations, which stay in the model's dtype here
+_INT4_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+# AWQ's order of the eight 4-bit values in an int32, from the low end.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def dequantized(state_dicts: Sequence[StateDict], quantization: Quantization) -> list[StateDict]:
+    """The same state dicts, in which a quantized layer has a plain `weight`. Logs once that it dequantizes."""
+    checkpoint = _Checkpoint(state_dicts)
+    _LOGGER.warning(
+        "no kernel computes with %s weights here: they are dequantized while they are loaded, "
+        "and take the memory of the model's dtype",
+        quantization.method,
+    )
+    return [_DequantizedStateDict(own, checkpoint, quantization) for own in state_dicts]
+
+
+class _Checkpoint:
+    """All state dicts: a weight and its scale may lie in different files."""
+
+    def __init__(self, state_dicts: Sequence[StateDict]) -> None:
+        self._where = {name: state_dict for state_dict in state_dicts for name in list(state_dict.keys())}
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return shape_and_dtype(self._where[name], name)[0]
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        return tensor_region(self._where[name], name, region)
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._where[name].get_tensor(name)
+
+
+class _DequantizedStateDict:
+    """One of them: its plain tensors as they are, its quantized weights dequantized."""
+
+    def __init__(self, own: StateDict, checkpoint: _Checkpoint, quantization: Quantization) -> None:
+        self._own = own
+        self._weights = dict(_quantized_weights(own, checkpoint, quantization))
+        hidden = _INT4_PARTS if quantization.kind != "fp8" else (*_FP8_SCALES, *_FP8_UNUSED)
+        names = [name for name in list(own.keys()) if name.rpartition(".")[2] not in hidden]
+        self._names = dict.fromkeys([*names, *self._weights])
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        return self._weights[name] if name in self._weights else _PlainSlice(self._own, name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        if name not in self._weights:
+            return self._own.get_tensor(name)
+        weight = self._weights[name]
+        return weight[tuple(slice(0, size) for size in weight.get_shape())]
+
+
+def _quantized_weights(
+    own: StateDict, checkpoint: _Checkpoint, quantization: Quantization
+) -> Iterator[tuple[str, TensorSlice]]:
+    """The dequantized name and weight of every quantized layer whose main tensor is in `own`."""
+    for name in list(own.keys()):
+        layer, _, last = name.rpartition(".")
+        if quantization.kind == "fp8":
+            scale = next((f"{layer}.{s}" for s in _FP8_SCALES if checkpoint.has(f"{layer}.{s}")), None)
+            if last == "weight" and scale is not None:
+                yield name, _Fp8Weight(checkpoint=checkpoint, name=name, scale=scale, block=quantization.block)
+        elif last == "qweight":
+            missing = [part for part in ("qzeros", "scales") if not checkpoint.has(f"{layer}.{part}")]
+            if missing:
+                raise ValueError(f"quantized layer {layer} lacks {', '.join(missing)}")
+            kind = _AwqWeight if quantization.kind == "awq" else _GptqWeight
+            yield f"{layer}.weight", kind(checkpoint=checkpoint, layer=layer, quantization=quantization)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainSlice:
+    own: StateDict
+    name: str
+
+    def get_shape(self) -> list[int]:
+        return list(shape_and_dtype(self.own, self.name)[0])
+
+    def get_dtype(self) -> str:
+        return shape_and_dtype(self.own, self.name)[1]
+
+    def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor:
+        return tensor_region(self.own, self.name, region)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fp8Weight:
+    """w = q * scale: q [N, K] fp8, scale a block's ([N / rows, K / columns], rounded up), a row's [N, 1] or one."""
+
+    checkpoint: _Checkpoint
+    name: str
+    scale: str
+    block: tuple[int, int] | None
+
+    def get_shape(self) -> list[int]:
+        return list(self.checkpoint.shape(self.name))
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor:
+        values = self.checkpoint.read(self.name, region).float()
+        scale = self.checkpoint.whole(self.scale).float()
+        if self.block is not None:
+            rows, columns = (torch.arange(r.start, r.stop) // size for r, size in zip(region, self.block, strict=True))
+            return values.mul_(scale[rows][:, columns])
+        if scale.numel() == 1:
+            return values.mul_(scale.reshape(()))
+        return values.mul_(scale.reshape(-1, 1)[region[0]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Int4Weight:
+    """What AWQ and GPTQ share: w[n, k] = (q[k, n] - zero[group of k, n]) * scale[group of k, n].
+
+    scales [G, N]; qzeros [G, N / 8] int32. A subclass unpacks q and the zeros.
+    """
+
+    checkpoint: _Checkpoint
+    layer: str
+    quantization: Quantization
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def _groups(self, inputs: slice, num_inputs: int) -> torch.Tensor:
+        """The group of each input of the slice."""
+        group_size = num_inputs if self.quantization.group_size == -1 else self.quantization.group_size
+        return torch.arange(inputs.start, inputs.stop) // group_size
+
+    def _dequantized(
+        self, values: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor, outputs: slice
+    ) -> torch.Tensor:
+        """values [k, n]; zeros [G, n]; groups [k] -> [n, k] fp32."""
+        scales = self.checkpoint.read(f"{self.layer}.scales", (slice(0, zeros.shape[0]), outputs)).float()
+        return ((values - zeros[groups]) * scales[groups]).t()
+
+    def _zeros(self, outputs: slice, order: tuple[int, ...]) -> torch.Tensor:
+        """Zero points [G, n] int32 of the output slice."""
+        name = f"{self.layer}.qzeros"
+        packed = slice(outputs.start // 8, -(-outputs.stop // 8))
+        words = self.checkpoint.read(name, (slice(0, self.checkpoint.shape(name)[0]), packed))
+        first = outputs.start - packed.start * 8
+        return _unpack(words, order)[:, first : first + outputs.stop - outputs.start]
+
+
+class _AwqWeight(_Int4Weight):
+    """qweight [K, N / 8] int32: eight outputs a word, in AWQ's order."""
+
+    __slots__ = ()
+
+    def get_shape(self) -> list[int]:
+        num_inputs, num_words = self.checkpoint.shape(f"{self.layer}.qweight")
+        return [num_words * 8, num_inputs]
+
+    def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor:
+        outputs, inputs = region
+        packed = slice(outputs.start // 8, -(-outputs.stop // 8))
+        words = self.checkpoint.read(f"{self.layer}.qweight", (inputs, packed))
+        first = outputs.start - packed.start * 8
+        values = _unpack(words, _AWQ_ORDER)[:, first : first + outputs.stop - outputs.start]
+        groups = self._groups(inputs, self.get_shape()[1])
+        return self._dequantized(values, self._zeros(outputs, _AWQ_ORDER), groups, outputs)
+
+
+class _GptqWeight(_Int4Weight):
+    """qweight [K / 8, N] int32: eight inputs a word; g_idx [K], where present, is each input's group."""
+
+    __slots__ = ()
+
+    def get_shape(self) -> list[int]:
+        num_words, num_outputs = self.checkpoint.shape(f"{self.layer}.qweight")
+        return [num_outputs, num_words * 8]
+
+    def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor:
+        outputs, inputs = region
+        packed = slice(inputs.start // 8, -(-inputs.stop // 8))
+        words = self.checkpoint.read(f"{self.layer}.qweight", (packed, outputs))
+        first = inputs.start - packed.start * 8
+        values = _unpack(words.t(), tuple(range(8))).t()[first : first + inputs.stop - inputs.start]
+        if self.checkpoint.has(f"{self.layer}.g_idx"):
+            groups = self.checkpoint.read(f"{self.layer}.g_idx", (inputs,)).long()
+        else:
+            groups = self._groups(inputs, self.get_shape()[1])
+        zeros = self._zeros(outputs, tuple(range(8))) + self.quantization.zero_offset
+        return self._dequantized(values, zeros, groups, outputs)
+
+
+def _unpack(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """words [a, b] int32 -> [a, 8b] int32; `order[i]` is the place within a word's eight of its nibble i."""
+    nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+    places = torch.tensor(order).argsort()
+    return nibbles[..., places].flatten(-2)

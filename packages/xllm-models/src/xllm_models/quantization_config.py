@@ -1,0 +1,88 @@
+"""How a checkpoint's weights are quantized, read from its `quantization_config`.
+
+Owns the parsing, and which formats there are. Reading the weights belongs to `loading.quantized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config_keys import ConfigKeys
+
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """One format for all quantized weights; which those are, their names say."""
+
+    method: str  # as the config calls it
+    kind: str  # "fp8", "awq" or "gptq"
+    block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale; None: a row's or the tensor's
+    group_size: int = 0  # awq, gptq: inputs that share a scale; -1: all
+    zero_offset: int = 0  # gptq: added to the stored zero points
+
+
+def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
+    """None for plain weights; an unknown method or variant is a ValueError that names it."""
+    given = raw.get("quantization_config") or raw.get("compression_config")
+    if not given:
+        return None
+    keys = ConfigKeys({"quantization_config": given}).mapping("quantization_config")
+    method = ConfigKeys(keys, "quantization_config").string("quant_method")
+    if method == "fp8":
+        return Quantization(method=method, kind="fp8", block=_block(ConfigKeys(keys, "quantization_config")))
+    if method == "fbgemm_fp8":
+        return Quantization(method=method, kind="fp8")
+    if method == "compressed-tensors":
+        return _compressed(keys)
+    if method in ("awq", "gptq"):
+        return _int4(method, ConfigKeys(keys, "quantization_config"))
+    raise ValueError(f"quantization_config with quant_method {method!r} is not supported; supported: {list(METHODS)}")
+
+
+def _block(keys: ConfigKeys) -> tuple[int, int] | None:
+    block = keys.integers("weight_block_size")
+    if not block:
+        return None
+    if len(block) != 2 or min(block) < 1:
+        raise ValueError(f"weight_block_size must be two positive integers, got {list(block)}")
+    return block[0], block[1]
+
+
+def _compressed(config: Mapping[str, Any]) -> Quantization:
+    """Weights of one group in fp8, with a scale for a tensor, a channel or a block."""
+    groups = ConfigKeys(config, "quantization_config").mapping("config_groups")
+    schemes = [ConfigKeys(group, name).mapping("weights") for name, group in groups.items()]
+    for scheme in schemes:
+        keys = ConfigKeys(scheme, "config_groups")
+        bits, form, strategy = keys.integer("num_bits"), keys.string("type"), keys.string("strategy")
+        if len(schemes) == 1 and (bits, form) == (8, "float") and strategy in ("tensor", "channel"):
+            return Quantization(method="compressed-tensors", kind="fp8")
+        if len(schemes) == 1 and (bits, form, strategy) == (8, "float", "block"):
+            block = keys.integers("block_structure")
+            return Quantization(method="compressed-tensors", kind="fp8", block=(block[0], block[1]))
+    raise ValueError(
+        "quantization_config of compressed-tensors is supported for one group of 8-bit float weights with the strategy "
+        f"tensor, channel or block, got {[dict(scheme) for scheme in schemes]}"
+    )
+
+
+def _int4(method: str, keys: ConfigKeys) -> Quantization:
+    bits, group_size = keys.integer("bits", "w_bit"), keys.integer("group_size", "q_group_size", default=128)
+    if bits != 4:
+        raise ValueError(f"quant_method {method!r} is supported with 4 bits, got {bits}")
+    if group_size != -1 and group_size < 1:
+        raise ValueError(f"group_size must be -1 or at least 1, got {group_size}")
+    if method == "awq":
+        version = keys.string("version", default="gemm").lower()
+        if version != "gemm" or not keys.boolean("zero_point", default=True):
+            raise ValueError(f"quant_method 'awq' is supported in version gemm with zero points, got {version!r}")
+        return Quantization(method=method, kind="awq", group_size=group_size)
+    form = keys.string("checkpoint_format", default="gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise ValueError(f"checkpoint_format {form!r} of quant_method 'gptq' is not supported")
+    # The first format stores zero points less one.
+    return Quantization(method=method, kind="gptq", group_size=group_size, zero_offset=int(form == "gptq"))
