@@ -27,6 +27,7 @@ import torch
 from batch import PAGE_SIZE, StepBuilder
 
 from xllm_executor import ModelExecutor
+from xllm_graph import sequence_buckets
 from xllm_models import CausalLM, get_model_class
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -90,8 +91,8 @@ class Bench:
         self.prompts = np.random.default_rng(1).integers(0, vocabulary, shape, dtype=np.int32)
 
     @contextmanager
-    def executor(self, mode: str) -> Iterator[ModelExecutor]:
-        """An executor of the mode, warmed up."""
+    def executor(self, mode: str, **more: object) -> Iterator[ModelExecutor]:
+        """An executor of the mode, warmed up; further options override the mode's."""
         on_cuda = self.device.type == "cuda"
         options: dict[str, object] = {
             "python_graph_backend": {"eager": "off", "graph": "cudagraphs" if on_cuda else "recorded"}.get(mode, mode),
@@ -101,6 +102,7 @@ class Bench:
             "eager_is_error": True,
             "progress": True,
         }
+        options |= more
         if mode == "piecewise" and not on_cuda:
             options["graph_runtime"] = "recorded"
         executor = ModelExecutor(self.model, options, max(self.batches))
@@ -181,6 +183,16 @@ def _against(tokens: np.ndarray, truth: _Truth | None) -> dict[str, Any]:
     }
 
 
+def graph_memory(bench: Bench) -> dict[str, Any]:
+    """Memory of 20 decode graphs in one pool, and of the largest of them alone."""
+    sizes = sequence_buckets(256)
+    held = {}
+    for name, chosen in (("all", sizes), ("largest", sizes[-1:])):
+        with bench.executor("graph", graph_buckets=",".join(map(str, chosen)), graph_token_budget=1) as executor:
+            held[name] = executor.runners.memory_bytes
+    return {"buckets": list(sizes), "all_bytes": held["all"], "largest_bytes": held["largest"]}
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All modes over all batches."""
     bench = Bench(arguments)
@@ -197,7 +209,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 print(f"{mode} B={batch}: TTFT {row['ttft_ms']['median']:.2f} ms, TPOT {row['tpot_ms']['median']:.3f}")
             captures[mode] = executor.stats()
     options = {name: getattr(arguments, name) for name in ("shape", "input_len", "output_len", "dtype", "attention")}
-    return options | {"rows": rows, "stats": captures}
+    return options | {"rows": rows, "stats": captures, "graph_memory": graph_memory(bench)}
 
 
 def parse(command: list[str] | None = None) -> argparse.Namespace:

@@ -41,7 +41,10 @@ def table(document: dict[str, Any]) -> str:
         counts = [rows[mode, batch]["sequences_equal_to_eager"] for mode in modes]
         equal = ", ".join(f"{count}/{batch}" for count in counts if count is not None)
         lines.append(f"| {batch} | " + " | ".join(cells) + f" | {equal} |")
-    return "\n".join((*head, *lines)) + "\n"
+    memory = measured["graph_memory"]
+    ratio = memory["all_bytes"] / memory["largest_bytes"]
+    foot = f"Memory of {len(memory['buckets'])} decode graphs: {ratio:.2f} times that of the largest alone."
+    return "\n".join((*head, *lines, "", foot)) + "\n"
 
 
 def plot(documents: list[dict[str, Any]], path: Path) -> None:

@@ -150,6 +150,16 @@ def test_a_backend_that_cannot_capture(
     assert executor.stats()["graph_misses"] == {"decode_graph": {"backend_cannot_capture": 3}}
 
 
+def test_ops_that_no_graph_may_hold_leave_no_full_graph(small_model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(small_model, make_caches, graph_cut_ops="xllm::silu_and_mul", eager_is_error=True)
+    truth = run_all(make_executor(small_model, make_caches, python_graph_backend="off"))
+    assert_same(run_all(executor), truth)
+    stats: Any = executor.stats()
+    assert stats["steps"] == {"piecewise": 3}
+    assert stats["graph_misses"] == {"decode_graph": {"ops_not_captured": 3}}
+    assert {graph["num_graphs"] for graph in stats["graphs"]} == {5}
+
+
 def test_capacity_is_rounded_up_and_the_host_held_to_its_limit(small_model: CausalLM, make_caches: Caches) -> None:
     """97 to 100 sequences of a limit of 100 have a bucket; the padding rows are nobody's to use."""
     shape = (128, 4, 2, 8)

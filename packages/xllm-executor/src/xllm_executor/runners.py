@@ -93,7 +93,9 @@ def make_runners(
     preferred = []
     misses = []
     if sizes.decode_buckets:
-        if Phase.DECODE in backend.capabilities.full_graph_phases:
+        if config.cut_ops:
+            misses.append((DecodeGraphRunner.name, EagerReason.OPS_NOT_CAPTURED))
+        elif Phase.DECODE in backend.capabilities.full_graph_phases:
             preferred.append(
                 DecodeGraphRunner(
                     forward,

@@ -27,6 +27,7 @@ class EagerReason(Enum):
     # Why a step did not run as one full graph. Such a step is eager only where it cannot run piecewise either.
     NOT_DECODE = "not_decode"  # only decode steps are captured whole
     OVER_GRAPH_BUCKETS = "over_graph_buckets"  # more sequences than the largest captured bucket
+    OPS_NOT_CAPTURED = "ops_not_captured"  # the configuration names ops of the model that no graph may hold
     BACKEND_CANNOT_CAPTURE = "backend_cannot_capture"  # the attention backend serves no full graph of decode
 
 
