@@ -23,6 +23,18 @@ def test_scenario(make_setup: MakeSetup, family: str, scenario: Scenario) -> Non
     assert stats["graph_misses"] == {}
 
 
+@pytest.mark.parametrize(("other", "num_groups"), [("mistral", 1), ("gemma3_text", 2), ("qwen3_moe", 1)])
+def test_other_families(make_setup: MakeSetup, other: str, num_groups: int) -> None:
+    """Windows, several attention groups with a plan each, experts that are chosen on the device."""
+    setup = make_setup(other)
+    for name in ("shrinking_batches", "other_lengths", "kinds_in_turn"):
+        BY_NAME[name](setup.world)
+        setup.world.clear()
+    stats = setup.executor.stats()
+    assert set(stats["steps"]) == {"decode_graph", "piecewise"}
+    assert stats["plans"] == [sum(stats["steps"].values())] * num_groups
+
+
 def test_every_step_piecewise(make_setup: MakeSetup, family: str) -> None:
     setup = make_setup(family, python_graph_backend="piecewise")
     for scenario in SCENARIOS:

@@ -49,6 +49,8 @@ class CudaGraphRuntime:
             if collects:
                 gc.enable()
             caller.wait_stream(self._stream)
+            # What the warm-up runs needed is cached for this stream, which nothing else uses.
+            torch.cuda.empty_cache()
 
     def begin(self) -> None:
         """See `GraphRuntime.begin`."""

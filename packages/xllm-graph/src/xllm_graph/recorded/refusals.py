@@ -45,17 +45,12 @@ def refuse(what: str) -> CaptureError:
     return CaptureError(what)
 
 
-def check_reads(func: torch._ops.OpOverload) -> None:
-    """Refuses ops that read a value on the host, or whose shapes depend on values."""
+def check_op(func: torch._ops.OpOverload) -> None:
+    """Refuses ops that no graph can hold."""
     if torch.Tag.data_dependent_output in func.tags:
         raise refuse(f"{func} reads a value on the host, which a graph cannot hold")
     if torch.Tag.dynamic_output_shape in func.tags:
         raise refuse(f"{func} returns a shape that depends on values, which a graph cannot hold")
-
-
-def check_op(func: torch._ops.OpOverload) -> None:
-    """Refuses ops that no graph can hold."""
-    check_reads(func)
     if func is torch.ops.aten.lift_fresh.default:
         raise refuse("a tensor is made of host values during the capture: make it before, where it is kept")
     if func in (torch.ops.aten.resize_.default, torch.ops.aten.set_.source_Storage_storage_offset):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from ..memory import SERVED_DEVICES, shaped_as
 from .launches import Launch, watched_launches
 from .pool import Block, BlockPool, poison
-from .refusals import HostReadGuard, check_op, check_reads, check_result
+from .refusals import HostReadGuard, check_op, check_result
 
 _UNDEFINED = frozenset(
     overload
@@ -27,8 +27,6 @@ _UNDEFINED = frozenset(
                    torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided)
     for overload in (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
 )  # fmt: skip
-
-_NATIVE = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional"})  # ops with kernels in C++
 
 
 class RecordedGraph:
@@ -143,7 +141,8 @@ class RecordedGraphRuntime:
         assert self._graph is not None
         check_op(func)
         inputs = {_address(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-        result = self._run(func, args, kwargs)
+        with self._pause():  # a kernel may do inside what it likes; on another device it is another one
+            result = func(*args, **kwargs)
         check_result(func, result)
         fresh: list[torch.Tensor | None] = []  # for each tensor of the result: where a replay puts it
 
@@ -165,12 +164,6 @@ class RecordedGraphRuntime:
     def look_inside(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an op so that what it dispatches is recorded, not itself."""
         with _Recorder(self), self._guard():
-            return func.redispatch(self._keys, *args, **kwargs)
-
-    def _run(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func.namespace in _NATIVE:
-            return func(*args, **kwargs)
-        with self._pause(), _ReadCheck():  # type: ignore[no-untyped-call]
             return func.redispatch(self._keys, *args, **kwargs)
 
     def _launch(self, launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,20 +252,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.cudagraph_unsafe in func.tags:
             return self._runtime.look_inside(func, args, kwargs)
         return self._runtime.record(func, args, kwargs)
-
-
-class _ReadCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what reads values inside of an op that is recorded as one: on a device its kernel could not."""
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        check_reads(func)
-        return func(*args, **(kwargs or {}))
 
 
 def _address(tensor: torch.Tensor) -> int:
