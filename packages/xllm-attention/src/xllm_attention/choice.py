@@ -15,7 +15,7 @@ AUTO: Final = "auto"
 # Decode on CUDA: the last bucket of each range, and its backends, best first. From benchmarks/results/attention-*.json
 # (H200, groups of 2 heads of 128, bf16): the sum over contexts of 128 to 32k decides.
 CUDA_DECODE: Final[tuple[tuple[float, tuple[str, ...]], ...]] = (
-    (2, ("triton", "flashinfer", "torch")),
+    (1, ("triton", "flashinfer", "torch")),
     (float("inf"), ("flashinfer", "triton", "torch")),
 )
 CUDA_OTHER: Final[tuple[str, ...]] = ("flashinfer", "triton", "torch")

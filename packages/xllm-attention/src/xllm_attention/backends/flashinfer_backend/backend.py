@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
-from ..triton_backend.append import append
+from ..triton_backend.append import Append
 from . import api
 from .pinned import PinnedRing
 from .plans import GroupPlans
@@ -48,6 +48,7 @@ class FlashInferBackend(AttentionBackend):
                     "'flashinfer' needs equal ones, and adjacent elements"
                 )
         self._caches = tuple(caches)
+        self._append = Append()
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):
             self._tables = StepTables(
@@ -94,7 +95,7 @@ class FlashInferBackend(AttentionBackend):
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
         k_cache, v_cache = self._caches[layer_id]
-        append(k, v, k_cache, v_cache, self._slots)
+        self._append(k, v, k_cache, v_cache, self._slots)
         if self._num_rows < out.shape[0]:
             out[self._num_rows :].zero_()
         if self._num_rows == 0:

@@ -6,31 +6,46 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launcher, is_aligned
 
-def append(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes k, v [>= T, K, D] at slots [T] int32 of caches [num_blocks, page_size, K, D]; slots < 0 are skipped."""
-    num_tokens = slots.shape[0]
-    if num_tokens == 0:
-        return
-    _, page_size, num_kv_heads, head_dim = k_cache.shape
-    append_kernel[(num_tokens,)](
-        k, v, k_cache, v_cache, slots,
-        *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride(),
-        PAGE_SIZE=page_size, K=num_kv_heads, D=head_dim,
-        K_PAD=triton.next_power_of_2(num_kv_heads), D_PAD=triton.next_power_of_2(head_dim),
-        num_warps=4,
-    )  # fmt: skip
+
+class Append:
+    """Appends the keys and values of a step to the caches; keeps its compiled kernels."""
+
+    def __init__(self) -> None:
+        self._launch = Launcher(append_kernel)
+
+    def __call__(
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Writes k, v [>= T, K, D] at slots [T] int32 of the caches [num_blocks, page_size, K, D].
+
+        Slots below 0 are skipped.
+        """
+        num_tokens = slots.shape[0]
+        if num_tokens == 0:
+            return
+        _, page_size, num_kv_heads, head_dim = k_cache.shape
+        strides = (*k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride())
+        constants = {
+            "STRIDES": strides,
+            "PAGE_SIZE": page_size,
+            "K": num_kv_heads,
+            "D": head_dim,
+            "K_PAD": triton.next_power_of_2(num_kv_heads),
+            "D_PAD": triton.next_power_of_2(head_dim),
+        }
+        key = (*strides, page_size, num_kv_heads, head_dim, k.dtype, is_aligned(k, v, k_cache, v_cache))
+        self._launch(key, (num_tokens, 1, 1), (k, v, k_cache, v_cache, slots), constants, {"num_warps": 4})
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def append_kernel(
     k_ptr: tl.tensor, v_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, slots_ptr: tl.tensor,
-    k_st: tl.tensor, k_sh: tl.tensor, k_sd: tl.tensor, v_st: tl.tensor, v_sh: tl.tensor, v_sd: tl.tensor,
-    kc_sp: tl.tensor, kc_st: tl.tensor, kc_sh: tl.tensor, kc_sd: tl.tensor,
-    vc_sp: tl.tensor, vc_st: tl.tensor, vc_sh: tl.tensor, vc_sd: tl.tensor,
-    PAGE_SIZE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr, D_PAD: tl.constexpr,
+    STRIDES: tl.constexpr, PAGE_SIZE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr,
+    D_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program a token. Strides: `_st` token (or place in the page), `_sh` head, `_sd` element, `_sp` page."""
+    """One program a token. STRIDES of k, v (token, head, element) and of the caches (page, place, head, element)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot < 0:
@@ -38,9 +53,11 @@ def append_kernel(
     page = slot // PAGE_SIZE
     place = slot % PAGE_SIZE
     head = tl.arange(0, K_PAD)[:, None].to(tl.int64)
-    element = tl.arange(0, D_PAD)[None, :]
+    element = tl.arange(0, D_PAD)[None, :].to(tl.int64)
     inside = (head < K) & (element < D)
-    k = tl.load(k_ptr + token * k_st + head * k_sh + element * k_sd, mask=inside, other=0.0)
-    v = tl.load(v_ptr + token * v_st + head * v_sh + element * v_sd, mask=inside, other=0.0)
-    tl.store(k_cache_ptr + page * kc_sp + place * kc_st + head * kc_sh + element * kc_sd, k, mask=inside)
-    tl.store(v_cache_ptr + page * vc_sp + place * vc_st + head * vc_sh + element * vc_sd, v, mask=inside)
+    k = tl.load(k_ptr + token * STRIDES[0] + head * STRIDES[1] + element * STRIDES[2], mask=inside, other=0.0)
+    v = tl.load(v_ptr + token * STRIDES[3] + head * STRIDES[4] + element * STRIDES[5], mask=inside, other=0.0)
+    k_place = k_cache_ptr + page * STRIDES[6] + place * STRIDES[7] + head * STRIDES[8] + element * STRIDES[9]
+    v_place = v_cache_ptr + page * STRIDES[10] + place * STRIDES[11] + head * STRIDES[12] + element * STRIDES[13]
+    tl.store(k_place, k, mask=inside)
+    tl.store(v_place, v, mask=inside)

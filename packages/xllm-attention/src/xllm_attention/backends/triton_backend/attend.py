@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tile import add_tile, row_pointers
+from .tile import add_tile, scores_of
 from .worklist import BEGIN, CHUNKS, END, FIRST, ITEM_WIDTH, KV_LEN, NUM_ROWS, PREFIX, SLOT, TABLE, TILE, TOKEN
 
 
@@ -20,10 +20,7 @@ def attend_kernel(
     partial_ptr: tl.tensor,  # [items, K, R, D_PAD] fp32: weighted sums of one chunk each
     state_ptr: tl.tensor,  # [items, K, 2, R] fp32: their top scores and totals
     arrived_ptr: tl.tensor,  # [items, K] int32: programs of a tile that have ended; 0 between launches
-    q_st: tl.tensor, q_sh: tl.tensor, q_sd: tl.tensor, kn_st: tl.tensor, kn_sh: tl.tensor, kn_sd: tl.tensor,
-    vn_st: tl.tensor, vn_sh: tl.tensor, vn_sd: tl.tensor, o_st: tl.tensor, o_sh: tl.tensor, o_sd: tl.tensor,
-    kc_sp: tl.tensor, kc_st: tl.tensor, kc_sh: tl.tensor, kc_sd: tl.tensor, vc_sp: tl.tensor, vc_st: tl.tensor,
-    vc_sh: tl.tensor, vc_sd: tl.tensor,
+    STRIDES: tl.constexpr,  # q, k_new, v_new, out (token, head, element), caches (page, place, head, element)
     scale: tl.constexpr, soft_cap: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr,
@@ -32,11 +29,15 @@ def attend_kernel(
 ) -> None:  # fmt: skip
     """Attends one tile over one chunk; in decode it appends the new token too, taking it from k_new and v_new.
 
-    Grid: (items, K). Strides as in `append_kernel`. With PAGED unset the keys are k_new and v_new themselves: whole
+    Grid: (items, K). With PAGED unset the keys are k_new and v_new themselves: whole
     prompts, which have no prefix.
     """
-    if PDL:
-        gdc_launch_dependents()
+    q_st, q_sh, q_sd = STRIDES[0], STRIDES[1], STRIDES[2]
+    kn_st, kn_sh, kn_sd = STRIDES[3], STRIDES[4], STRIDES[5]
+    vn_st, vn_sh, vn_sd = STRIDES[6], STRIDES[7], STRIDES[8]
+    o_st, o_sh, o_sd = STRIDES[9], STRIDES[10], STRIDES[11]
+    kc_sp, kc_st, kc_sh, kc_sd = STRIDES[12], STRIDES[13], STRIDES[14], STRIDES[15]
+    vc_sp, vc_st, vc_sh, vc_sd = STRIDES[16], STRIDES[17], STRIDES[18], STRIDES[19]
     # The last tiles of a prompt have the most keys: they begin first.
     item = tl.program_id(0) if DECODE else tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -65,10 +66,10 @@ def attend_kernel(
         other=0.0,
     )
     q_positions = prefix + rows // G
-    k_new = k_new_ptr + first_token * kn_st + kv_head * kn_sh
-    v_new = v_new_ptr + first_token * vn_st + kv_head * vn_sh
-    k_base = k_cache_ptr + kv_head * kc_sh if PAGED else k_new
-    v_base = v_cache_ptr + kv_head * vc_sh if PAGED else v_new
+    k_row = k_new_ptr + first_token * kn_st + kv_head * kn_sh
+    v_row = v_new_ptr + first_token * vn_st + kv_head * vn_sh
+    k_base = k_cache_ptr + kv_head * kc_sh if PAGED else k_row
+    v_base = v_cache_ptr + kv_head * vc_sh if PAGED else v_row
     k_st = kc_st if PAGED else kn_st
     v_st = vc_st if PAGED else vn_st
     k_sd = kc_sd if PAGED else kn_sd
@@ -78,11 +79,16 @@ def attend_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    # Two loops: plain tiles of keys, then those that need a mask or, in decode, the one with the new token's key. A
-    # choice of pointers costs the plain loop a tenth of its bandwidth.
+    whole = end
     if DECODE:
+        # The program whose chunk ends with the new token appends it, and adds it at the end without reading it back;
+        # a slot below 0 says that the cache has it already. Its loads are under way while the others are added.
         appends = (end == kv_len) & (slot >= 0)
-        whole = tl.where(appends, begin + (end - 1 - begin) // BLOCK_N * BLOCK_N, end)
+        whole = tl.where(appends, end - 1, end)
+        appended = element < tl.where(appends, D, 0)
+        k_new = tl.load(k_row + element * kn_sd, mask=appended, other=0.0)
+        v_new = tl.load(v_row + element * vn_sd, mask=appended, other=0.0)
+        end = whole
     else:
         lowest = prefix + tile * BLOCK_M // G
         end = tl.minimum(end, prefix + (tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows) - 1) // G + 1)
@@ -90,28 +96,34 @@ def attend_kernel(
             begin = tl.maximum(begin, lowest - WINDOW + 1)
             whole = begin
         else:
+            # Tiles of keys that every row sees need no mask.
             whole = begin + tl.maximum(tl.minimum(end, lowest + 1) - begin, 0) // BLOCK_N * BLOCK_N
     for start in range(begin, whole, BLOCK_N):
-        key = start + positions
-        exists = key < end
-        k_rows, v_rows = row_pointers(
-            key, exists, k_base, v_base, k_new, v_new, pages, kc_sp, k_st, vc_sp, v_st, -1, PAGE_SIZE, PAGED, False,
-        )  # fmt: skip
         acc, top, total = add_tile(
-            acc, top, total, q, key, exists, q_positions, k_rows, v_rows, k_sd, v_sd, scale, soft_cap,
-            D, D_PAD, 0, CAP, False, IEEE,
+            acc, top, total, q, start + positions, end, q_positions, k_base, v_base, pages, kc_sp, k_st, k_sd,
+            vc_sp, v_st, v_sd, scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, 0, CAP, False, IEEE,
         )  # fmt: skip
-    for start in range(whole, end, BLOCK_N):
-        key = start + positions
-        exists = key < end
-        k_rows, v_rows = row_pointers(
-            key, exists, k_base, v_base, k_new, v_new, pages, kc_sp, k_st, vc_sp, v_st, kv_len - 1,
-            PAGE_SIZE, PAGED, DECODE,
-        )  # fmt: skip
-        acc, top, total = add_tile(
-            acc, top, total, q, key, exists, q_positions, k_rows, v_rows, k_sd, v_sd, scale, soft_cap,
-            D, D_PAD, 0 if DECODE else WINDOW, CAP, not DECODE, IEEE,
-        )  # fmt: skip
+    if not DECODE:
+        for start in range(whole, end, BLOCK_N):
+            acc, top, total = add_tile(
+                acc, top, total, q, start + positions, end, q_positions, k_base, v_base, pages, kc_sp, k_st, k_sd,
+                vc_sp, v_st, v_sd, scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, WINDOW, CAP, True, IEEE,
+            )  # fmt: skip
+    elif appends:
+        page = slot // PAGE_SIZE
+        within = slot % PAGE_SIZE
+        tl.store(k_base + page * kc_sp + within * kc_st + element * kc_sd, k_new, mask=appended)
+        tl.store(v_base + page * vc_sp + within * vc_st + element * vc_sd, v_new, mask=appended)
+        score = scores_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, soft_cap, CAP)
+        new_top = tl.maximum(top, score)
+        shrink = tl.exp2(top - new_top)
+        weight = tl.exp2(score - new_top)
+        acc = acc * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
+        total = total * shrink + weight
+        top = new_top
+    if PDL:
+        # Not earlier: the next launch's programs would take places that this one's still need.
+        gdc_launch_dependents()
 
     outputs = out_ptr + ((first_token + rows // G) * o_st + (kv_head * G + rows % G) * o_sh)[:, None]
     outputs += element[None, :] * o_sd
@@ -136,16 +148,6 @@ def attend_kernel(
             )  # fmt: skip
             tl.store(arrived_ptr + first * K + kv_head, 0)
 
-    if DECODE and appends:
-        # The program that had the new token's position appends it; no other program of this launch reads that slot.
-        inside = element < D
-        page = slot // PAGE_SIZE
-        within = slot % PAGE_SIZE
-        k_row = tl.load(k_new + element * kn_sd, mask=inside, other=0.0)
-        v_row = tl.load(v_new + element * vn_sd, mask=inside, other=0.0)
-        tl.store(k_base + page * kc_sp + within * kc_st + element * kc_sd, k_row, mask=inside)
-        tl.store(v_base + page * vc_sp + within * vc_st + element * vc_sd, v_row, mask=inside)
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def combine(
@@ -157,38 +159,40 @@ def combine(
 ) -> None:  # fmt: skip
     """Adds up the chunks of one tile, always in their order, and writes its output.
 
-    Reads bypass the first-level cache (`.cg`): the partial sums were written by other multiprocessors.
+    One axis of R * D columns, so that no thread needs what another one has read. Reads bypass the first-level cache
+    (`.cg`): the partial sums were written by other multiprocessors.
     """
-    kept = tl.arange(0, R)
-    element = tl.arange(0, D_PAD)
-    top = tl.full([R], float("-inf"), tl.float32)
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, D_PAD], tl.float32)
+    column = tl.arange(0, R * D_PAD)
+    kept = column // D_PAD
+    element = column % D_PAD
+    top = tl.full([R * D_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([R * D_PAD], tl.float32)
+    acc = tl.zeros([R * D_PAD], tl.float32)
     for start in range(0, chunks, BLOCK_C):
-        number = start + tl.arange(0, BLOCK_C)
-        exists = number < chunks
-        place = (first + number).to(tl.int64) * K + kv_head
-        state = state_ptr + place[:, None] * 2 * R + kept[None, :]
-        tops = tl.load(state, mask=exists[:, None], other=float("-inf"), cache_modifier=".cg")  # [C, R]
-        totals = tl.load(state + R, mask=exists[:, None], other=0.0, cache_modifier=".cg")
-        sums = tl.load(
-            partial_ptr + ((place[:, None] * R + kept[None, :]) * D_PAD)[:, :, None] + element[None, None, :],
-            mask=exists[:, None, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )  # [C, R, D]
-        new_top = tl.maximum(top, tl.max(tops, 0))
+        new_top = top
+        for number in tl.static_range(BLOCK_C):
+            place = (first + start + number).to(tl.int64) * K + kv_head
+            exists = kept < tl.where(start + number < chunks, R, 0)
+            state = state_ptr + place * 2 * R + kept
+            new_top = tl.maximum(new_top, tl.load(state, mask=exists, other=float("-inf"), cache_modifier=".cg"))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp2(top - base)
-        weights = tl.exp2(tops - base[None, :])
-        acc = acc * shrink[:, None] + tl.sum(sums * weights[:, :, None], 0)
-        total = total * shrink + tl.sum(totals * weights, 0)
+        acc *= shrink
+        total *= shrink
         top = new_top
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    rows = tile * BLOCK_M + kept
-    outputs = out_ptr + ((first_token + rows // G) * o_st + (kv_head * G + rows % G) * o_sh)[:, None]
+        for number in tl.static_range(BLOCK_C):
+            place = (first + start + number).to(tl.int64) * K + kv_head
+            exists = kept < tl.where(start + number < chunks, R, 0)
+            state = state_ptr + place * 2 * R + kept
+            weight = tl.exp2(tl.load(state, mask=exists, other=float("-inf"), cache_modifier=".cg") - base)
+            total += weight * tl.load(state + R, mask=exists, other=0.0, cache_modifier=".cg")
+            acc += weight * tl.load(
+                partial_ptr + place * (R * D_PAD) + column, mask=exists, other=0.0, cache_modifier=".cg"
+            )
+    result = acc / tl.where(total == 0.0, 1.0, total)
+    row = tile * BLOCK_M + kept
     tl.store(
-        outputs + element[None, :] * o_sd,
+        out_ptr + (first_token + row // G) * o_st + (kv_head * G + row % G) * o_sh + element * o_sd,
         result.to(out_ptr.dtype.element_ty),
-        mask=(rows < num_rows)[:, None] & (element < D)[None, :],
+        mask=(row < num_rows) & (element < D),
     )

@@ -9,8 +9,9 @@ import triton
 
 from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
 from ...spec import AttentionSpec
-from .append import append, append_kernel
+from .append import Append, append_kernel
 from .attend import attend_kernel
+from .launch import Launcher, is_aligned
 from .workspace import WorkList, Workspace
 
 # True when the environment variable TRITON_INTERPRET was set as the kernels were defined.
@@ -64,6 +65,7 @@ class TritonBackend(AttentionBackend):
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         self._caches = tuple(caches)
+        self._append, self._attend = Append(), Launcher(attend_kernel)
         self._strides = tuple((*k.stride(), *v.stride()) for k, v in caches)
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):
@@ -93,24 +95,41 @@ class TritonBackend(AttentionBackend):
         work = self._lists[self._decode][self.group_of_layer[layer_id]]
         spec, tiles, space = work.spec, work.tiles, self._workspace
         if not self._decode:
-            append(k, v, k_cache, v_cache, space.slots)
+            self._append(k, v, k_cache, v_cache, space.slots)
         if self._num_rows < out.shape[0]:
             out[self._num_rows :].zero_()
         pdl = self._can_overlap and torch.cuda.is_current_stream_capturing()
         num_items = work.num_items(*self._step_size) if self._step_size[1] else 0
         if num_items == 0:
             return
-        attend_kernel[(num_items, spec.num_kv_heads)](
-            q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived,
-            *q.stride(), *k.stride(), *v.stride(), *out.stride(), *self._strides[layer_id],
-            scale=spec.scale, soft_cap=spec.logits_soft_cap,
-            G=spec.group_size, K=spec.num_kv_heads, D=spec.head_dim,
-            D_PAD=triton.next_power_of_2(spec.head_dim), PAGE_SIZE=k_cache.shape[1], WINDOW=spec.sliding_window,
-            CAP=spec.logits_soft_cap > 0, DECODE=self._decode, PAGED=self._paged, IEEE=self.dtype is torch.float32,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=tiles.kept_rows, BLOCK_C=tiles.block_c,
-            PDL=pdl, launch_pdl=pdl,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
+        group = self.group_of_layer[layer_id]
+        strides = (*q.stride(), *k.stride(), *v.stride(), *out.stride(), *self._strides[layer_id])
+        self._attend(
+            (group, self._decode, self._paged, pdl, strides, is_aligned(q, k, v, out, k_cache, v_cache)),
+            (num_items, spec.num_kv_heads, 1),
+            (q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived),
+            {
+                "STRIDES": strides,
+                "scale": spec.scale,
+                "soft_cap": spec.logits_soft_cap,
+                "G": spec.group_size,
+                "K": spec.num_kv_heads,
+                "D": spec.head_dim,
+                "D_PAD": triton.next_power_of_2(spec.head_dim),
+                "PAGE_SIZE": k_cache.shape[1],
+                "WINDOW": spec.sliding_window,
+                "CAP": spec.logits_soft_cap > 0,
+                "DECODE": self._decode,
+                "PAGED": self._paged,
+                "IEEE": self.dtype is torch.float32,
+                "BLOCK_M": tiles.block_m,
+                "BLOCK_N": tiles.block_n,
+                "R": tiles.kept_rows,
+                "BLOCK_C": tiles.block_c,
+                "PDL": pdl,
+            },
+            {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
+        )
 
     def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:
         num_processors = 4  # of the interpreter: enough for small cases to be split

@@ -24,41 +24,32 @@ def scores_of(products: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAP: t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def row_pointers(
-    key: tl.tensor, exists: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, k_new: tl.tensor, v_new: tl.tensor,
-    pages_ptr: tl.tensor, k_sp: tl.tensor, k_st: tl.tensor, v_sp: tl.tensor, v_st: tl.tensor, new_position: tl.tensor,
-    PAGE_SIZE: tl.constexpr, PAGED: tl.constexpr, FUSED: tl.constexpr,
+def add_tile(
+    acc: tl.tensor, top: tl.tensor, total: tl.tensor, q: tl.tensor, key: tl.tensor, end: tl.tensor,
+    q_positions: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, pages_ptr: tl.tensor, k_sp: tl.tensor, k_st: tl.tensor,
+    k_sd: tl.tensor, v_sp: tl.tensor, v_st: tl.tensor, v_sd: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGED: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, CAUSAL: tl.constexpr, IEEE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Where the rows of keys [N] begin, in k and in v: in the paged cache or, unpaged, one after the other.
+    """Adds the keys at positions key [N] below `end` to (acc [M, D], top [M], total [M]).
 
-    With FUSED the key at `new_position` is not in the cache yet and is taken from k_new and v_new.
+    They lie in the paged cache or, unpaged, one after the other. Keys and values are loaded in one layout, so that
+    page indices and offsets are worked out once for both.
     """
+    exists = key < end
+    element = tl.arange(0, D_PAD)
+    inside = exists[:, None] & (element < D)[None, :]
     if PAGED:
         page = tl.load(pages_ptr + key // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
         within = (key % PAGE_SIZE).to(tl.int64)
-        k_rows = k_ptr + page * k_sp + within * k_st
-        v_rows = v_ptr + page * v_sp + within * v_st
+        k_rows = page * k_sp + within * k_st
+        v_rows = page * v_sp + within * v_st
     else:
-        k_rows = k_ptr + key.to(tl.int64) * k_st
-        v_rows = v_ptr + key.to(tl.int64) * v_st
-    if FUSED:
-        k_rows = tl.where(key == new_position, k_new, k_rows)
-        v_rows = tl.where(key == new_position, v_new, v_rows)
-    return k_rows, v_rows
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def add_tile(
-    acc: tl.tensor, top: tl.tensor, total: tl.tensor, q: tl.tensor, key: tl.tensor, exists: tl.tensor,
-    q_positions: tl.tensor, k_rows: tl.tensor, v_rows: tl.tensor, k_sd: tl.tensor, v_sd: tl.tensor, scale: tl.tensor,
-    soft_cap: tl.tensor, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    CAUSAL: tl.constexpr, IEEE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Adds N keys to (acc [M, D], top [M], total [M]) on the matrix unit."""
-    element = tl.arange(0, D_PAD)
-    k = tl.load(k_rows[None, :] + (element * k_sd)[:, None], mask=exists[None, :] & (element < D)[:, None], other=0.0)
-    v = tl.load(v_rows[:, None] + (element * v_sd)[None, :], mask=exists[:, None] & (element < D)[None, :], other=0.0)
-    scores = scores_of(tl.dot(q, k, input_precision="ieee" if IEEE else "tf32"), scale, soft_cap, CAP)
+        k_rows = key.to(tl.int64) * k_st
+        v_rows = key.to(tl.int64) * v_st
+    k = tl.load(k_ptr + k_rows[:, None] + (element * k_sd)[None, :], mask=inside, other=0.0)
+    v = tl.load(v_ptr + v_rows[:, None] + (element * v_sd)[None, :], mask=inside, other=0.0)
+    scores = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32"), scale, soft_cap, CAP)
     visible = exists[None, :]
     if CAUSAL:
         visible = visible & (key[None, :] <= q_positions[:, None])

@@ -83,5 +83,5 @@ def interpreted_tiles(tiles: Tiles) -> Tiles:
 
 
 def _block_c(rows: int, d_pad: int) -> int:
-    """Chunks combined at a time: 4096 numbers, 32 registers a thread of 4 warps, and all their loads in flight."""
-    return max(1, min(32, 4096 // (rows * d_pad)))
+    """Chunks combined at a time: their loads are all in flight, 16 registers a thread of 4 warps."""
+    return max(1, min(16, 4096 // (rows * d_pad)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
 from ...backend import Phase, Step
 from ...spec import AttentionSpec
+from .launch import Launcher, is_aligned
 from .tiles import Tiles, decode_tiles, interpreted_tiles, prefill_tiles
 from .worklist import ITEM_WIDTH, worklist_kernel
 
@@ -24,6 +25,7 @@ class WorkList:
     decode: bool
     num_processors: int
     items: torch.Tensor  # [capacity, ITEM_WIDTH] int32
+    launch: Launcher
 
     @classmethod
     def allocate(
@@ -43,10 +45,11 @@ class WorkList:
         if interpreted:
             tiles = interpreted_tiles(tiles)
         empty = torch.empty(0, dtype=torch.int32, device=device)
-        sizes = cls(spec=spec, tiles=tiles, decode=decode, num_processors=num_processors, items=empty)
+        launch = Launcher(worklist_kernel)
+        sizes = cls(spec=spec, tiles=tiles, decode=decode, num_processors=num_processors, items=empty, launch=launch)
         capacity = sizes.num_items(max_num_tokens, max_num_seqs)
         items = torch.zeros((capacity, ITEM_WIDTH.value), dtype=torch.int32, device=device)
-        return cls(spec=spec, tiles=tiles, decode=decode, num_processors=num_processors, items=items)
+        return replace(sizes, items=items)
 
     def wave(self) -> int:
         """Items that fill the device once."""
@@ -75,14 +78,25 @@ class WorkList:
         metadata, tiles = step.metadata, self.tiles
         num_items = self.num_items(step.num_tokens, step.num_seqs)
         qo_indptr = metadata.kv_cu_seq_lens if self.decode else metadata.qo_indptr
-        worklist_kernel[(triton.cdiv(num_items, BLOCK_I),)](
-            metadata.kv_cu_seq_lens, qo_indptr, metadata.paged_kv_indptr, metadata.slot_mapping, self.items,
-            step.num_seqs, num_items, self.target(step.num_seqs), self.wave(),
-            G=self.spec.group_size, WINDOW=self.spec.sliding_window, DECODE=self.decode,
-            BLOCK_M=tiles.block_m, UNIT=tiles.block_n, LEAST_UNITS=tiles.least_units,
-            ENOUGH_UNITS=tiles.enough_units, BLOCK_B=max(32, triton.next_power_of_2(step.num_seqs)), BLOCK_I=BLOCK_I,
-            num_warps=4,
-        )  # fmt: skip
+        block_b = max(32, triton.next_power_of_2(step.num_seqs))
+        inputs = (metadata.kv_cu_seq_lens, qo_indptr, metadata.paged_kv_indptr, metadata.slot_mapping)
+        self.launch(
+            (block_b, all(is_aligned(tensor) for tensor in inputs if tensor is not None)),
+            (triton.cdiv(num_items, BLOCK_I), 1, 1),
+            (*inputs, self.items, step.num_seqs, num_items, self.target(step.num_seqs), self.wave()),
+            {
+                "G": self.spec.group_size,
+                "WINDOW": self.spec.sliding_window,
+                "DECODE": self.decode,
+                "BLOCK_M": tiles.block_m,
+                "UNIT": tiles.block_n,
+                "LEAST_UNITS": tiles.least_units,
+                "ENOUGH_UNITS": tiles.enough_units,
+                "BLOCK_B": block_b,
+                "BLOCK_I": BLOCK_I,
+            },
+            {"num_warps": 4},
+        )
 
 
 class Workspace:

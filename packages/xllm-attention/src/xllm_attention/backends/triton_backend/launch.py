@@ -1,0 +1,60 @@
+"""Launching a kernel without Triton's per-call work. Owns the compiled kernels of one backend.
+
+Triton looks at every argument of every call to find the compiled kernel, which takes several times as long as a small
+kernel runs. The arguments of one layer's launches never differ in what matters for that, so the kernel found by the
+first call is kept under a key, and called directly from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import triton
+
+ALIGNMENT = 16  # bytes; kernels are compiled apart for pointers that are aligned to it
+
+
+class Launcher:
+    """Launches one kernel.
+
+    Args:
+        kernel: a `triton.jit` function whose parameters are tensors and unspecialized numbers first, constants last.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+        self._direct = isinstance(kernel, triton.JITFunction)  # not in the interpreter
+
+    def __call__(
+        self, key: Hashable, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Launches `grid` programs.
+
+        Args:
+            key: equal for calls that differ only in the numbers and the addresses of the tensors; must not be equal
+                for tensors of different dtypes or alignment (`is_aligned`).
+            grid: number of programs along each axis.
+            arguments: tensors and numbers, in order.
+            constants: of the kernel, in its order.
+            options: of the compilation.
+        """
+        known = self._compiled.get(key)
+        if known is not None:
+            compiled, values = known
+            compiled[grid](*arguments, *values)
+            return
+        compiled = self._kernel[grid](*arguments, **constants, **options)
+        if self._direct:
+            self._compiled[key] = (compiled, tuple(constants.values()))
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all tensors begin at a multiple of ALIGNMENT."""
+    address = 0
+    for tensor in tensors:
+        address |= tensor.data_ptr()
+    return address % ALIGNMENT == 0
