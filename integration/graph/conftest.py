@@ -111,7 +111,13 @@ def family(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def make_model(family: str, place: Place, **changes: Any) -> CausalLM:
+@pytest.fixture
+def make_model() -> Callable[[str], CausalLM]:
+    """Makes a model on the CPU, for tests of their own kind."""
+    return lambda family: random_model(family, RECORDED)
+
+
+def random_model(family: str, place: Place, **changes: Any) -> CausalLM:
     """A model of the family with random weights."""
     config = MODELS[family] | COMMON | dict(place.changes) | changes
     model = get_model_class(family)(config, device=place.device, dtype=place.dtype)
@@ -177,7 +183,7 @@ def setup_maker(place: Place) -> MakeSetup:
     """The function behind both fixtures; the truth always attends with the torch backend."""
 
     def make(family: str, *, limits: Limits = LIMITS, changes: dict[str, Any] | None = None, **options: Any) -> Setup:
-        model = make_model(family, place, **(changes or {}))
+        model = random_model(family, place, **(changes or {}))
         graph = {"python_graph_backend": place.graph_backend, "eager_is_error": True} | options
         if graph["python_graph_backend"] == "piecewise":
             graph["graph_runtime"] = place.graph_runtime

@@ -77,6 +77,10 @@ def test_a_small_sweep_its_table_and_a_comparison(
     assert lines[-3].endswith("| 3/3, 3/3 |")
     assert lines[-1].startswith("Memory of 20 decode graphs: 1.")
 
+    load("table").main([str(result), "--out", str(tmp_path / "table.md"), "--plot", str(tmp_path / "plot.png")])
+    assert (tmp_path / "table.md").read_text().splitlines() == lines
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
     slower = json.loads(result.read_text())
     for row in slower["results"]["rows"]:
         if row["mode"] == "graph" and row["batch"] == 3:
