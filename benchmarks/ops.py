@@ -9,7 +9,6 @@ time (CPU). Device time is that of one call among many in a captured graph, over
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from results import write
 
 from xllm_models import ops
 
@@ -162,9 +162,8 @@ def main() -> None:
                 chains.setdefault(str(num_tokens), {})[label] = times
                 print(f"{num_tokens:6} tokens  products, {label}: {times}", flush=True)
     if arguments.out:
-        arguments.out.write_text(
-            json.dumps({"dtype": arguments.dtype, "ops": table, "matrix_products_us": chains}, indent=1)
-        )
+        results = {"dtype": arguments.dtype, "ops": table, "matrix_products_us": chains}
+        write(arguments.out, benchmark="ops", device=arguments.device, results=results)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ _registered: dict[str, type[CausalLM]] = {}
 
 
 def register_model(name: str, model_class: type[CausalLM]) -> None:
-    """Serve the architecture or model type `name` by `model_class`. A name in use by another class is a ValueError."""
+    """Serve the architecture or model type `name` by `model_class`, which a script may do without an entry point.
+
+    A name in use by another class, and what is no CausalLM class, are ValueErrors.
+    """
+    _checked(name, model_class)
     if _registered.get(name, model_class) is not model_class or name in _BUILT_IN:
         raise ValueError(f"model {name!r} is registered already")
     _registered[name] = model_class

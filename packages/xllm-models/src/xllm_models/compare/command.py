@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from ..config import ModelConfig, parse_dtype, read_config
 from ..load import load_model
+from ..registry import register_model
 from .dump import read_dump, write_dump
 from .hf import trace_hf
 from .ours import trace_ours
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_dir", type=Path, help="checkpoint directory with config.json and safetensors")
     parser.add_argument("--against", default="hf", help="'hf' (HF transformers, the default) or a dump's file")
     parser.add_argument("--dtype", default="float32", help="of both sides: float32 (default), bfloat16 or float16")
+    parser.add_argument("--model", help="MODULE:CLASS of a port that is not registered, for this checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompt", help="text; needs the checkpoint's tokenizer")
     parser.add_argument("--prompt-ids", help="token ids instead of text: 1,2,3")
@@ -37,6 +40,8 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
     """0 where everything is within the tolerance, 1 where not. Errors of the input are ValueError and OSError."""
     dtype = parse_dtype(arguments.dtype)
     directory: Path = arguments.model_dir
+    if arguments.model is not None:
+        _register(arguments.model, directory)
     against: str = arguments.against
     reference = None if against == "hf" else read_dump(Path(against))
     if reference is not None and (arguments.prompt is not None or arguments.prompt_ids is not None):
@@ -55,6 +60,17 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
     if arguments.plot is not None:
         write_plot(report, arguments.plot)
     return 0 if report.passed else 1
+
+
+def _register(target: str, directory: Path) -> None:
+    """Let the class `target`, MODULE:CLASS, serve the checkpoint's architecture."""
+    module, _, name = target.partition(":")
+    if not name:
+        raise ValueError(f"--model must be MODULE:CLASS, got {target!r}")
+    model_class = getattr(import_module(module), name, None)
+    if model_class is None:
+        raise ValueError(f"module {module} has no {name}")
+    register_model(ModelConfig.from_dict(read_config(directory)).architecture, model_class)
 
 
 def _dump(directory: Path, ours: Trace, reference: Trace) -> None:

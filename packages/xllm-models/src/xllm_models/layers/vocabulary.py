@@ -58,10 +58,7 @@ class VocabularyEmbedding(_VocabularyRows):
 
 
 class LMHead(_VocabularyRows):
-    """hidden [n, hidden] -> logits [n, V] on every rank. `tied` shares the embedding's rows.
-
-    `soft_cap` c > 0 bounds the logits: c * tanh(logits / c). `divisor` divides them.
-    """
+    """hidden [n, hidden] -> logits [n, V] on every rank. `tied` shares the embedding's rows."""
 
     def __init__(
         self,
@@ -69,25 +66,13 @@ class LMHead(_VocabularyRows):
         hidden_size: int,
         *,
         tied: VocabularyEmbedding | None = None,
-        soft_cap: float = 0.0,
-        divisor: float = 1.0,
         tp: TensorParallel,
     ) -> None:
         super().__init__(vocab_size, hidden_size, tp)
-        self.soft_cap = soft_cap
-        self.divisor = divisor
         if tied is not None:
             self.weight = tied.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._logits(hidden)
-        if self.divisor != 1.0:
-            logits = logits / self.divisor
-        if self.soft_cap:
-            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-        return logits
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = linear(hidden, self.weight)
         if self.tp.size == 1:
             return logits

@@ -130,5 +130,9 @@ class Gemma3ForCausalLM(CausalLM):
                 raise ValueError(f"{key} {config.raw[key]!r} is not supported")
         self.model = Gemma3Model(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        soft_cap = config.final_logit_softcapping
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, soft_cap=soft_cap, tp=tp)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
+
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().compute_logits(hidden, indices)
+        cap = self.config.final_logit_softcapping
+        return torch.tanh(logits / cap) * cap if cap else logits

@@ -1,0 +1,114 @@
+"""Granite 3, after HF transformers' GraniteForCausalLM: Llama with four multipliers.
+
+T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from xllm_attention import Attention, AttentionSpec
+from xllm_models import CausalLM, ModelConfig, TensorParallel, WeightMap
+from xllm_models.layers import (
+    GatedMLP,
+    LMHead,
+    QKVLinear,
+    ResidualRMSNorm,
+    RotaryEmbedding,
+    RowLinear,
+    VocabularyEmbedding,
+)
+
+
+def multiplier(config: ModelConfig, name: str) -> float:
+    return float(config.raw.get(name, 1.0))
+
+
+class GraniteAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
+        super().__init__()
+        self.qkv_proj = QKVLinear(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            bias=config.attention_bias,
+            tp=tp,
+        )
+        self.o_proj = RowLinear(
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, tp=tp
+        )
+        self.rotary_emb = rotary_emb
+        spec = AttentionSpec(
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=multiplier(config, "attention_multiplier"),
+        )
+        self.attn = Attention(spec, layer_id)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(hidden)  # [T, H, D], [T, K, D], [T, K, D]
+        q, k = self.rotary_emb(positions, q, k)
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v).flatten(1))
+        return out
+
+
+class GraniteDecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
+        super().__init__()
+        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = GraniteAttention(config, layer_id, rotary_emb, tp)
+        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            hidden_act=config.hidden_act,
+            bias=config.mlp_bias,
+            tp=tp,
+        )
+        self.residual_multiplier = multiplier(config, "residual_multiplier")
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, hidden) * self.residual_multiplier
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden) * self.residual_multiplier, residual
+
+
+class GraniteModel(nn.Module):
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
+        self.layers = nn.ModuleList(
+            GraniteDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
+        )
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embedding_multiplier = multiplier(config, "embedding_multiplier")
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed_tokens(input_ids) * self.embedding_multiplier  # [T, hidden]
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        hidden, _ = self.norm(hidden, residual)
+        return hidden
+
+
+class GraniteForCausalLM(CausalLM):
+    weight_map = WeightMap(
+        fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+    )
+
+    def build(self, config: ModelConfig, tp: TensorParallel) -> None:
+        self.model = GraniteModel(config, tp)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
+
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
+        return super().compute_logits(hidden, indices) / multiplier(self.config, "logits_scaling")
