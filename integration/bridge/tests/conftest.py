@@ -17,13 +17,11 @@ from safetensors.torch import save_file
 
 SOURCE = Path(__file__).resolve().parents[1]
 CONFIG = {
-    "architectures": ["RecorderForCausalLM"],
     "model_type": "llama",
     "torch_dtype": "float32",
     "vocab_size": 50,
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_hidden_layers": 5,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
@@ -79,7 +77,10 @@ def build_host(tmp_path_factory: pytest.TempPathFactory) -> Build:
 @pytest.fixture(scope="session")
 def hosts(build_host: Build) -> Path:
     """The folder of all programs, as released."""
-    return build_host("bridge_host", "contract_host", "step_benchmark", flags="-Wall -Wextra")
+    return build_host(
+        *("bridge_host", "contract_host", "step_benchmark", "life_host", "life_plugin", "life_loader"),
+        flags="-Wall -Wextra",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -104,14 +105,11 @@ def run_program() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of five layers whose architecture is the recorder's."""
-    folder = tmp_path_factory.mktemp("checkpoint")
+def make_checkpoint(folder: Path, num_layers: int, architecture: str) -> Path:
     torch.manual_seed(0)
     hidden, inner = 16, 24
     tensors = {"model.embed_tokens.weight": torch.randn(50, hidden), "model.norm.weight": torch.ones(hidden)}
-    for layer in range(5):
+    for layer in range(num_layers):
         shapes = {
             "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // 2, hidden),
             "self_attn.v_proj": (hidden // 2, hidden), "self_attn.o_proj": (hidden, hidden),
@@ -122,5 +120,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config = {**CONFIG, "num_hidden_layers": num_layers, "architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of five layers whose architecture is the recorder's."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), 5, "RecorderForCausalLM")
+
+
+@pytest.fixture(scope="session")
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of one layer, whose steps are short."""
+    return make_checkpoint(tmp_path_factory.mktemp("small"), 1, "LlamaForCausalLM")

@@ -1,10 +1,13 @@
 #include "xllm/executor/causal_lm.h"
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "causal_lm_impl.h"
 #include "convert.h"
+#include "state_dict_view.h"
 
 namespace xllm::executor {
 
@@ -22,10 +25,57 @@ std::vector<CacheShape> read_cache_shapes(const py::object& model) {
 
 }  // namespace
 
+std::unique_ptr<PyCausalLM::Impl> PyCausalLM::Impl::make(py::object model, const ParallelArgs& parallel) {
+  auto impl = std::make_unique<Impl>();
+  from_python(model.attr("config").attr("to_model_args")(), "model_args", impl->args);
+  impl->parallel = parallel;
+  impl->cache_shapes = read_cache_shapes(model);
+  impl->dtype = reinterpret_cast<THPDtype*>(py::object(model.attr("dtype")).ptr())->scalar_type;
+  impl->device = reinterpret_cast<THPDevice*>(py::object(model.attr("device")).ptr())->device;
+  impl->model = PythonObject(std::move(model));
+  return impl;
+}
+
 PyCausalLM::PyCausalLM(std::unique_ptr<Impl> impl) noexcept : impl_(std::move(impl)) {}
 PyCausalLM::PyCausalLM(PyCausalLM&&) noexcept = default;
 PyCausalLM& PyCausalLM::operator=(PyCausalLM&&) noexcept = default;
 PyCausalLM::~PyCausalLM() = default;
+
+PyCausalLM PyCausalLM::create(const ModelArgs& args, const ParallelArgs& parallel, const std::string& device) {
+  return with_gil([&] {
+    const py::module_ models = py::module_::import("xllm_models");
+    const std::string& name =
+        args.architectures().has_value() && !args.architectures()->empty() ? args.architectures()->front()
+                                                                           : args.model_type();
+    const py::object tp =
+        models.attr("TensorParallel")(py::arg("rank") = parallel.tp_rank(), py::arg("size") = parallel.tp_size());
+    py::object model = models.attr("get_model_class")(name)(to_python(args), py::arg("device") = device, py::arg("tp") = tp);
+    return PyCausalLM(Impl::make(model.attr("eval")(), parallel));
+  });
+}
+
+void PyCausalLM::load_weights(const std::vector<const StateDict*>& state_dicts) {
+  with_gil([&] {
+    std::vector<StateDictView> views;
+    views.reserve(state_dicts.size());
+    for (const StateDict* state_dict : state_dicts) {
+      views.emplace_back(*state_dict);
+    }
+    py::list list;
+    for (const StateDictView& view : views) {
+      list.append(view.object());
+    }
+    impl_->model.get().attr("load_weights")(list, impl_->parallel.tp_rank(), impl_->parallel.tp_size());
+  });
+}
+
+at::Tensor PyCausalLM::logits(const at::Tensor& hidden, const std::optional<at::Tensor>& selected) const {
+  return with_gil([&] {
+    const c10::NoGradGuard no_grad;
+    const py::object indices = selected.has_value() ? py::cast(*selected) : py::object(py::none());
+    return impl_->model.get().attr("compute_logits")(hidden, indices).cast<at::Tensor>();
+  });
+}
 
 PyCausalLM PyCausalLM::load(const LoadOptions& options, const ParallelArgs& parallel) {
   return with_gil([&] {
@@ -40,13 +90,7 @@ PyCausalLM PyCausalLM::load(const LoadOptions& options, const ParallelArgs& para
                                                py::arg("tp_rank") = parallel.tp_rank(),
                                                py::arg("tp_size") = parallel.tp_size(),
                                                py::arg("progress") = options.progress);
-    auto impl = std::make_unique<Impl>();
-    from_python(model.attr("config").attr("to_model_args")(), "model_args", impl->args);
-    impl->cache_shapes = read_cache_shapes(model);
-    impl->dtype = reinterpret_cast<THPDtype*>(py::object(model.attr("dtype")).ptr())->scalar_type;
-    impl->device = reinterpret_cast<THPDevice*>(py::object(model.attr("device")).ptr())->device;
-    impl->model = PythonObject(std::move(model));
-    return PyCausalLM(std::move(impl));
+    return PyCausalLM(Impl::make(std::move(model), parallel));
   });
 }
 

@@ -7,7 +7,11 @@
 namespace xllm::executor {
 
 struct PyCausalLM::Impl {
+  // Reads what C++ wants to know of a model. With the GIL held.
+  static std::unique_ptr<Impl> make(pybind11::object model, const ParallelArgs& parallel);
+
   PythonObject model;
+  ParallelArgs parallel;
   ModelArgs args;
   at::ScalarType dtype = at::ScalarType::Float;
   c10::Device device = c10::Device(c10::DeviceType::CPU);

@@ -1,8 +1,10 @@
 #include "xllm/executor/executor.h"
 
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
+#include <chrono>
 
 #include "causal_lm_impl.h"
 #include "convert.h"
@@ -40,6 +42,8 @@ py::dict config_dict(const Config& config) {
 struct PyExecutor::Impl {
   PythonObject executor;
   PythonObject execute;  // the bound method, looked up once
+  int64_t num_executes = 0;
+  std::chrono::steady_clock::duration execute_time{};
 
   // Both throw after shutdown.
   [[nodiscard]] const py::object& live() const { return checked(executor); }
@@ -63,6 +67,7 @@ PyExecutor::PyExecutor(const PyCausalLM& model, const Config& config, int64_t ma
   with_gil([&] {
     py::object executor = py::module_::import("xllm_executor")
                               .attr("ModelExecutor")(model.impl_->model.get(), config_dict(config), max_seqs_per_batch);
+    py::module_::import("xllm_executor.hosting").attr("register_executor")(executor);
     impl_->execute = PythonObject(executor.attr("execute"));
     impl_->executor = PythonObject(std::move(executor));
   });
@@ -90,7 +95,8 @@ at::Tensor PyExecutor::execute(const at::Tensor& tokens,
                                const at::Tensor& positions,
                                const AttentionMetadata& metadata,
                                const std::optional<at::Tensor>& logits_indices) {
-  return with_gil([&] {
+  const auto start = std::chrono::steady_clock::now();
+  at::Tensor output = with_gil([&] {
     PyObject* const method = impl_->live_execute().ptr();
     const MetadataView view(metadata);
     const py::object py_tokens = wrap_tensor(tokens);
@@ -106,14 +112,27 @@ at::Tensor PyExecutor::execute(const at::Tensor& tokens,
     if (!THPVariable_Check(result.ptr())) {
       throw std::runtime_error("execute returned " + std::string(py::str(py::type::of(result))) + "; a tensor is needed");
     }
-    return THPVariable_Unpack(result.ptr());
+    return at::Tensor(THPVariable_Unpack(result.ptr()));
   });
+  impl_->execute_time += std::chrono::steady_clock::now() - start;
+  ++impl_->num_executes;
+  return output;
 }
 
 std::string PyExecutor::stats_json() const {
   return with_gil([&]() -> std::string {
     return py::str(py::module_::import("json").attr("dumps")(impl_->live().attr("stats")()));
   });
+}
+
+std::map<std::string, double> PyExecutor::metrics() const {
+  auto numbers = with_gil([&] {
+    const py::object stats = impl_->live().attr("stats")();
+    return py::module_::import("xllm_executor.hosting").attr("metrics")(stats).cast<std::map<std::string, double>>();
+  });
+  numbers["time.executes"] = static_cast<double>(impl_->num_executes);
+  numbers["time.execute_seconds"] = std::chrono::duration<double>(impl_->execute_time).count();
+  return numbers;
 }
 
 void PyExecutor::shutdown() {

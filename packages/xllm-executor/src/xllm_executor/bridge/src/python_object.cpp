@@ -13,10 +13,16 @@ namespace {
 // One unmatched acquisition per thread, so that no later release is the last one and destroys the state.
 class KeptThreadState {
  public:
-  KeptThreadState() : gil_(PyGILState_Ensure()), state_(PyEval_SaveThread()) {}
+  KeptThreadState() {
+    // A thread that holds the GIL has a state that somebody else keeps, and must still hold the GIL after this.
+    if (PyGILState_Check() == 0) {
+      gil_ = PyGILState_Ensure();
+      state_ = PyEval_SaveThread();
+    }
+  }
   ~KeptThreadState() {
     // The main thread ends with the process, perhaps while another one is in a step: it must not wait for the GIL then.
-    if (PythonRuntime::alive() && gettid() != getpid()) {
+    if (state_ != nullptr && PythonRuntime::alive() && gettid() != getpid()) {
       PyEval_RestoreThread(state_);
       PyGILState_Release(gil_);
     }
@@ -25,8 +31,8 @@ class KeptThreadState {
   KeptThreadState& operator=(const KeptThreadState&) = delete;
 
  private:
-  PyGILState_STATE gil_;
-  PyThreadState* state_;
+  PyGILState_STATE gil_ = PyGILState_UNLOCKED;
+  PyThreadState* state_ = nullptr;
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "active_call.h"
 #include "xllm/executor/python_error.h"
 #include "xllm/executor/python_runtime.h"
 
@@ -48,13 +49,13 @@ class PythonObject {
 [[nodiscard]] PythonError to_python_error(const pybind11::error_already_set& error);
 
 // Makes Python keep this thread's state between calls: without it, each call from a thread that Python did not create
-// would make a state and destroy it again. Without the GIL held.
+// would make a state and destroy it again. Whether the thread holds the GIL is the same afterwards.
 void keep_thread_state();
 
 // Runs the callable with the GIL held; a Python exception becomes a PythonError.
 template <class Callable>
 auto with_gil(Callable&& callable) {
-  PythonRuntime::get();
+  const ActiveCall call;
   keep_thread_state();
   const pybind11::gil_scoped_acquire gil;
   try {

@@ -5,12 +5,23 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include <unistd.h>
+
+#include <array>
 #include <atomic>
+#include <bit>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <mutex>
+#include <optional>
+#include <thread>
 #include <tuple>
 
+#include "active_call.h"
 #include "child_process.h"
 #include "contract.h"
 #include "python_object.h"
@@ -21,9 +32,55 @@ namespace py = pybind11;
 
 namespace {
 
+enum class State { kNotStarted, kRunning, kShutDown, kExiting };
+
+std::atomic<State> g_state{State::kNotStarted};
 std::atomic<PythonRuntime*> g_runtime{nullptr};
-std::atomic<bool> g_exiting{false};
 std::mutex g_start_mutex;
+std::atomic<int> g_active_calls{0};
+thread_local int t_active_calls = 0;
+
+constexpr std::chrono::seconds kExitGrace{5};
+
+void on_process_exit(int status, void*);
+
+// What is registered last runs first at exit, and libtorch makes globals as steps first need them. So the handler is
+// registered again after 1, 2, 4, 8, ... calls, to stay ahead of them; it does the same however often it runs.
+std::atomic<uint64_t> g_finished_calls{0};
+
+void register_exit_handler() { on_exit(on_process_exit, nullptr); }
+
+[[noreturn]] void refuse(State state) {
+  switch (state) {
+    case State::kNotStarted:
+      throw std::runtime_error("Python is not started: call PythonRuntime::start first");
+    case State::kShutDown:
+      throw std::runtime_error("Python was shut down by PythonRuntime::shutdown");
+    default:
+      throw std::runtime_error("the process is exiting: Python takes no more calls");
+  }
+}
+
+// Waits until no other thread is in a call; false when that takes longer than `limit`.
+bool wait_for_other_calls(std::optional<std::chrono::seconds> limit) {
+  const auto start = std::chrono::steady_clock::now();
+  while (g_active_calls.load() > t_active_calls) {
+    if (limit.has_value() && std::chrono::steady_clock::now() - start > *limit) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+// Must run before the destructors of libtorch's globals: a thread that is in a step must not run into those.
+void on_process_exit(int status, void*) {
+  g_state.store(State::kExiting);
+  if (!wait_for_other_calls(kExitGrace)) {
+    std::fflush(nullptr);
+    _exit(status);
+  }
+}
 
 std::runtime_error cannot_start(const std::string& why) {
   return std::runtime_error("cannot start Python: " + why);
@@ -78,6 +135,28 @@ void make_libpython_global() {
   }
 }
 
+// Puts back what the process did on each signal when the object was made. Importing Python's signal module takes SIGINT
+// over, whatever the configuration says; signals are the host's.
+class KeepSignals {
+ public:
+  KeepSignals() {
+    for (std::size_t i = 0; i < kNumbers.size(); ++i) {
+      sigaction(kNumbers[i], nullptr, &actions_[i]);
+    }
+  }
+  ~KeepSignals() {
+    for (std::size_t i = 0; i < kNumbers.size(); ++i) {
+      sigaction(kNumbers[i], &actions_[i], nullptr);
+    }
+  }
+  KeepSignals(const KeepSignals&) = delete;
+  KeepSignals& operator=(const KeepSignals&) = delete;
+
+ private:
+  static constexpr std::array kNumbers = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGPIPE, SIGCHLD, SIGUSR1, SIGUSR2};
+  std::array<struct sigaction, kNumbers.size()> actions_{};
+};
+
 void initialize(const std::string& executable) {
   PyConfig config;
   PyConfig_InitPythonConfig(&config);
@@ -116,14 +195,40 @@ void check_torch() {
   }
 }
 
+// The interpreter to join was started by somebody else: what the host asked for must be what is there.
+std::string check_joined(const std::string& wanted) {
+  const std::string running = std::to_string(PY_MAJOR_VERSION) + "." + std::to_string(PY_MINOR_VERSION);
+  if (std::string_view(Py_GetVersion()).substr(0, running.size() + 1) != running + ".") {
+    throw cannot_start("this process runs Python " + std::string(Py_GetVersion()) + "; this program is built for " +
+                       running);
+  }
+  const std::string executable = py::str(py::module_::import("sys").attr("executable"));
+  std::error_code error;
+  if (!wanted.empty() && !std::filesystem::equivalent(wanted, executable, error)) {
+    throw cannot_start("this process runs Python already, with " + executable + "; " + wanted + " was asked for");
+  }
+  return executable;
+}
+
+void install_log_sink(const LogSink& sink) {
+  py::object callback = py::none();
+  if (sink) {
+    callback = py::cpp_function([sink](int level, const std::string& logger, const std::string& message) {
+      sink(level, logger, message);
+    });
+  }
+  py::module_::import("xllm_executor.hosting").attr("redirect_output")(callback);
+}
+
 void import_packages(const PythonOptions& options) {
+  py::module_::import("signal");  // now, while its hold on SIGINT is undone at the end
   auto path = py::module_::import("sys").attr("path").cast<py::list>();
   for (std::size_t i = 0; i < options.module_paths.size(); ++i) {
     path.insert(i, options.module_paths[i]);
   }
   check_torch();
   py::module_::import("xllm_metadata").attr("check_contract")(contract_version(), describe_contract());
-  py::module_::import("xllm_executor");
+  install_log_sink(options.log_sink);
 }
 
 }  // namespace
@@ -134,44 +239,86 @@ PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
     throw std::runtime_error("Python was started before: one interpreter per process, with " +
                              g_runtime.load()->executable());
   }
-  if (Py_IsInitialized() != 0) {
-    throw cannot_start("this process runs a Python interpreter that the bridge did not start");
+  const bool join = Py_IsInitialized() != 0;
+  std::string executable = options.executable.empty() ? XLLM_PYTHON_EXECUTABLE : options.executable;
+  std::optional<KeepSignals> keep_signals;
+  if (!join) {
+    keep_signals.emplace();
+    check_interpreter(executable);
+    make_libpython_global();
+    initialize(executable);
+    PyEval_SaveThread();
   }
-  const std::string executable = options.executable.empty() ? XLLM_PYTHON_EXECUTABLE : options.executable;
-  check_interpreter(executable);
-  make_libpython_global();
-  initialize(executable);
   std::string version;
+  const py::gil_scoped_acquire gil;
   try {
+    if (join) {
+      executable = check_joined(options.executable);
+    }
     import_packages(options);
     version = py::str(py::module_::import("platform").attr("python_version")());
   } catch (const py::error_already_set& error) {
     const PythonError translated = to_python_error(error);
-    PyEval_SaveThread();
     throw PythonError(translated.type(), "while starting Python with " + executable + ": " + translated.message(),
                       translated.traceback());
-  } catch (...) {
-    PyEval_SaveThread();
-    throw;
   }
   // Lives as long as the process: destroying it would have to finalize an interpreter that other threads may be in.
   auto* runtime = new PythonRuntime();  // NOLINT(cppcoreguidelines-owning-memory)
   runtime->executable_ = executable;
   runtime->version_ = version;
   g_runtime.store(runtime);
-  std::atexit([] { g_exiting.store(true); });
-  PyEval_SaveThread();
+  g_state.store(State::kRunning);
+  register_exit_handler();
   return *runtime;
 }
 
 PythonRuntime& PythonRuntime::get() {
-  PythonRuntime* runtime = g_runtime.load();
-  if (runtime == nullptr) {
-    throw std::runtime_error("Python is not started: call PythonRuntime::start first");
+  const State state = g_state.load();
+  if (state != State::kRunning) {
+    refuse(state);
   }
-  return *runtime;
+  return *g_runtime.load();
 }
 
-bool PythonRuntime::alive() noexcept { return g_runtime.load() != nullptr && !g_exiting.load(); }
+void PythonRuntime::shutdown() {
+  const std::lock_guard lock(g_start_mutex);
+  State running = State::kRunning;
+  if (!g_state.compare_exchange_strong(running, State::kShutDown)) {
+    if (running == State::kShutDown) {
+      return;
+    }
+    refuse(running);
+  }
+  wait_for_other_calls(std::nullopt);
+  keep_thread_state();
+  const py::gil_scoped_acquire gil;
+  try {
+    py::module_::import("xllm_executor.hosting").attr("shut_down")();
+  } catch (const py::error_already_set& error) {
+    throw to_python_error(error);
+  }
+}
+
+bool PythonRuntime::alive() noexcept { return g_state.load() == State::kRunning; }
+
+ActiveCall::ActiveCall() {
+  // Counted before the state is read: whoever changes the state and then waits sees either the count or the refusal.
+  g_active_calls.fetch_add(1);
+  ++t_active_calls;
+  const State state = g_state.load();
+  if (state != State::kRunning) {
+    --t_active_calls;
+    g_active_calls.fetch_sub(1);
+    refuse(state);
+  }
+}
+
+ActiveCall::~ActiveCall() {
+  if (std::has_single_bit(g_finished_calls.fetch_add(1) + 1)) {
+    register_exit_handler();
+  }
+  --t_active_calls;
+  g_active_calls.fetch_sub(1);
+}
 
 }  // namespace xllm::executor

@@ -7,9 +7,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "xllm/executor/state_dict.h"
 #include "xllm/metadata/model_args.h"
 
 namespace xllm::executor {
@@ -29,8 +31,21 @@ struct LoadOptions {
 
 class PyCausalLM {
  public:
+  // Builds the model that args.model_type names (or args.architectures, when present) with weights not yet set:
+  // `get_model_class(...)(args as a dict, ...)`, then eval. args.dtype is the dtype of its weights.
+  // Throws PythonError for whatever Python refuses.
+  static PyCausalLM create(const ModelArgs& args, const ParallelArgs& parallel, const std::string& device);
+
   // Builds the model of a checkpoint folder and loads its weights. Throws PythonError for whatever Python refuses.
   static PyCausalLM load(const LoadOptions& options, const ParallelArgs& parallel = {});
+
+  // Sets every parameter from the views, each tensor used once; see `xllm_models` for what is refused and how. Loading
+  // again copies in place, so that graphs stay valid. The views are not used after the call.
+  void load_weights(const std::vector<const StateDict*>& state_dicts);
+
+  // Logits [n, vocab] of the rows `selected` [n] of hidden states [T, hidden]; of all rows without `selected`. For a host
+  // whose execute returns hidden states.
+  [[nodiscard]] at::Tensor logits(const at::Tensor& hidden, const std::optional<at::Tensor>& selected) const;
 
   [[nodiscard]] const ModelArgs& args() const noexcept;
   [[nodiscard]] at::ScalarType dtype() const noexcept;

@@ -43,6 +43,11 @@ class PyExecutor {
   // `ModelExecutor.stats()` as JSON.
   [[nodiscard]] std::string stats_json() const;
 
+  // Health as plain numbers: everything numeric in stats() under dotted names ("steps.eager", "eager_reasons.graphs_off"),
+  // "time.executes" and "time.execute_seconds" (calls so far and the host's time in them), "memory.resident_bytes" of the
+  // process, and on CUDA "memory.device_allocated_bytes" and "memory.device_reserved_bytes".
+  [[nodiscard]] std::map<std::string, double> metrics() const;
+
   // Frees what the executor holds in Python. Calls after it throw std::runtime_error.
   void shutdown();
 

@@ -1,0 +1,211 @@
+"""How an embedded interpreter starts, runs, fails and ends: each scenario is a run of life_host, program or plugin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Completed = subprocess.CompletedProcess[str]
+Live = Callable[..., Completed]
+THIS_VERSION = sysconfig.get_python_version()
+QUIET = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def live(hosts: Path, run_program: Live, small_checkpoint: Path) -> Live:
+    """`live(scenario, argument="", plugin=False, executable=..., model=..., **environment)`: one run to its end."""
+
+    def run(
+        scenario: str,
+        argument: object = "",
+        *,
+        plugin: bool = False,
+        executable: Path | str = sys.executable,
+        model: Path = small_checkpoint,
+        timeout: float = 120,
+        **environment: str,
+    ) -> Completed:
+        program = (hosts / "life_loader", hosts / "liblife_plugin.so") if plugin else (hosts / "life_host",)
+        return run_program(*program, model, executable, scenario, argument, timeout=timeout, **{**QUIET, **environment})
+
+    return run
+
+
+def check(result: Completed) -> Completed:
+    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}{result.stderr}"
+    return result
+
+
+@pytest.mark.parametrize("plugin", [False, True], ids=["program", "plugin"])
+def test_start_a_hundred_steps_exit_twenty_times(live: Live, plugin: bool) -> None:
+    for _ in range(20):
+        result = check(live("steps", 100, plugin=plugin))
+        assert result.stdout + result.stderr == ""
+
+
+@pytest.mark.parametrize("plugin", [False, True], ids=["program", "plugin"])
+@pytest.mark.parametrize("scenario", ["exit_from_main", "exit_from_thread"])
+def test_exit_in_mid_step_three_times(live: Live, scenario: str, plugin: bool) -> None:
+    for _ in range(3):
+        result = check(live(scenario, plugin=plugin, timeout=30))
+        assert result.stderr in ("", "the process is exiting: Python takes no more calls\n")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "messages"),
+    [
+        ("execute_error", ["ValueError: max_seq_len 1048576 exceeds max_model_len 64"]),
+        ("constructor_error", ["FileNotFoundError: model directory ", "ValueError: unknown executor options ['no']"]),
+    ],
+)
+def test_exit_after_a_python_exception_three_times(live: Live, scenario: str, messages: list[str]) -> None:
+    for _ in range(3):
+        lines = check(live(scenario)).stdout.splitlines()
+        assert len(lines) == len(messages)
+        assert all(line.startswith(message) for line, message in zip(lines, messages, strict=True))
+
+
+@pytest.mark.parametrize("plugin", [False, True], ids=["program", "plugin"])
+def test_shutdown_then_exit(live: Live, plugin: bool) -> None:
+    assert check(live("steps_and_shutdown", 20, plugin=plugin)).stderr == ""
+
+
+def test_after_shutdown_every_call_is_refused(live: Live) -> None:
+    lines = check(live("shutdown_first")).stdout.splitlines()
+    assert lines[:4] == ["Python was shut down by PythonRuntime::shutdown"] * 4
+    assert lines[4].startswith("Python was started before: one interpreter per process")
+
+
+def test_steps_on_a_thread_that_python_has_never_seen(live: Live) -> None:
+    check(live("steps_on_another_thread", 50))
+
+
+def test_threads_do_not_deadlock(live: Live) -> None:
+    """A step under the host's lock, the GIL without the lock, the lock without the GIL, for a minute."""
+    numbers = json.loads(check(live("threads", 60, timeout=90)).stdout)
+    assert numbers["steps"] > 1000
+    assert numbers["work"] > 1000
+
+
+def test_cpp_threads_lose_nothing_to_the_gil(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    """C++ work done beside steps in Python, against beside steps that burn equal CPU without Python; best of three."""
+    numbers = json.loads(check(live("gil_loss", 3)).stdout)
+    with capsys.disabled():
+        print(f"\nC++ work beside Python steps: {numbers['ratio']} of that beside equal CPU use")
+    assert numbers["ratio"] >= 0.95
+
+
+def test_a_hundred_thousand_steps_leave_memory_flat(live: Live) -> None:
+    numbers = json.loads(check(live("flat", 100_000, timeout=600)).stdout)
+    assert numbers["objects_after"] <= numbers["objects_before"] * 1.01
+    assert numbers["resident_after"] <= numbers["resident_before"] * 1.01
+
+
+def test_the_hosts_signal_handlers_stay(live: Live) -> None:
+    check(live("signals"))
+
+
+def test_a_running_interpreter_is_joined(live: Live) -> None:
+    assert check(live("join")).stderr == ""
+    result = live("join_other")
+    assert result.returncode == 1
+    assert f"this process runs Python already, with {sys.executable}; /usr/bin/env was asked for" in result.stderr
+
+
+def test_output_goes_to_the_sink(live: Live) -> None:
+    result = check(live("sink"))
+    assert result.stderr == ""
+    records = [line.split("|", 2) for line in result.stdout.splitlines() if line.count("|") >= 2]
+    assert ["40", "some.module", "an error of logging"] in records
+    assert ["20", "stdout", "a printed line"] in records
+    assert ["30", "stderr", "to stderr"] in records
+    assert any(level == "30" and name == "py.warnings" and "a warning" in text for level, name, text in records)
+
+
+def test_without_a_sink_nothing_reaches_stdout(live: Live) -> None:
+    result = check(live("no_sink"))
+    assert result.stdout == ""
+    for text in ("an error of logging", "a warning", "a printed line", "to stderr"):
+        assert text in result.stderr
+
+
+def test_metrics_are_plain_numbers(live: Live) -> None:
+    numbers = json.loads(check(live("metrics")).stdout)
+    assert numbers["steps.eager"] == numbers["eager_reasons.graphs_off"] == numbers["plans.0"] == 7
+    assert numbers["time.executes"] == 7
+    assert 0 < numbers["time.execute_seconds"] < 60
+    assert numbers["memory.resident_bytes"] > 10**7
+
+
+def test_the_calling_order_of_xllms_bridge(live: Live) -> None:
+    """Model from args, weights from the host's state dicts, mirrors completed, hidden states, then logits."""
+    difference, error = check(live("compatible")).stdout.split("\n", 1)
+    assert json.loads(difference) == {"difference": 0}
+    assert "WeightError: the checkpoint does not fit the model" in error
+    assert "missing: model.embed_tokens.weight" in error
+
+
+def environment_of(python: Path, program: str) -> dict[str, Any]:
+    """What a plain run of a python says of itself."""
+    result = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    return dict(json.loads(result.stdout))
+
+
+def test_a_virtual_environment_with_editable_installs(live: Live, tmp_path: Path) -> None:
+    """A fresh environment that sees torch through a .pth file and the packages through editable installs' finders."""
+    folder = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    site = Path(
+        environment_of(python, "import json, sysconfig; print(json.dumps({'p': sysconfig.get_path('purelib')}))")["p"]
+    )
+    paths = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "others.pth").write_text("\n".join(f"import site; site.addsitedir({path!r})" for path in paths) + "\n")
+    result = check(live("steps", 5, executable=python))
+    assert result.stderr == ""
+
+
+def test_a_plain_python_with_pythonpath(live: Live) -> None:
+    """The interpreter that the environment was made from, which finds the packages by PYTHONPATH alone."""
+    base = Path(sysconfig.get_config_var("BINDIR")) / f"python{sysconfig.get_python_version()}"
+    paths = [path for path in sys.path if path.endswith(("site-packages", "/src"))]
+    result = check(live("steps", 5, executable=base, PYTHONPATH=":".join(paths)))
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("kind", ["other_version", "not_python"])
+def test_an_executable_that_does_not_fit(live: Live, tmp_path: Path, kind: str) -> None:
+    fake = tmp_path / "python"
+    body = {"other_version": "printf '3.99\\n/nowhere\\n'", "not_python": "exit 3"}[kind]
+    fake.write_text(f"#!/bin/sh\n{body}\n")
+    fake.chmod(0o755)
+    message = {
+        "other_version": f"{fake} is Python 3.99; this program is linked with libpython {THIS_VERSION}",
+        "not_python": f"{fake} does not run (exit code 3)",
+    }[kind]
+    result = live("steps", 1, executable=fake)
+    assert result.returncode == 1
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "body", "message"),
+    [
+        ("torch", "__version__ = '1.0.0+cpu'\n", "torch in Python is 1.0.0+cpu; this program was built against "),
+        ("xllm_metadata", "def check_contract(*_): raise RuntimeError('they differ')\n", "they differ"),
+    ],
+)
+def test_a_package_that_does_not_fit(live: Live, tmp_path: Path, package: str, body: str, message: str) -> None:
+    """A stand-in earlier on the path: the start must compare, not trust."""
+    (tmp_path / f"{package}.py").write_text(body)
+    result = live("steps", 1, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,55 @@
+"""The process group of the ranks that share one model.
+
+Owns its start over a store that the host serves, its name for models (`tp`) and its end. How the ranks find each other,
+and what they agree on, belongs to the host; sharding and collectives to `xllm_models`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from xllm_models import TensorParallel
+from xllm_models.ops import register_group, unregister_group
+
+
+def join(*, rank: int, size: int, host: str, port: int, prefix: str, backend: str, device: str, timeout: float) -> str:
+    """Meet the other ranks; returns the name of the group in c10d's registry, where C++ finds it too.
+
+    Args:
+        rank, size: this process's place.
+        host, port: a c10d TCPStore that some process serves, torchrun's agent for example.
+        prefix: keeps this group's keys apart from others in that store.
+        backend: "gloo", "nccl", ...; empty takes nccl for CUDA devices and gloo for others.
+        device: of this rank's tensors.
+        timeout: seconds that a rank waits for the others, here and in each collective.
+
+    Raises:
+        ValueError: a place outside of the group.
+        RuntimeError: the others did not come in time, or a group exists.
+    """
+    TensorParallel(rank=rank, size=size)
+    limit = timedelta(seconds=timeout)
+    store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
+    place = torch.device(device)
+    distributed.init_process_group(
+        backend or ("nccl" if place.type == "cuda" else "gloo"),
+        store=distributed.PrefixStore(prefix, store),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
+        timeout=limit,
+    )
+    world = distributed.group.WORLD
+    assert world is not None
+    register_group("tp", world)
+    name: str = world.group_name
+    return name
+
+
+def leave() -> None:
+    """End the group. Graphs that hold its collectives must be gone. Without a group, nothing."""
+    if distributed.is_initialized():
+        unregister_group("tp")
+        distributed.destroy_process_group()
