@@ -45,7 +45,7 @@ class PagedSession:
         self.backend = create_backend(
             "torch",
             model.attention_specs,
-            device="cpu",
+            device=model.device,
             dtype=model.dtype,
             max_num_seqs=num_sequences,
             max_num_tokens=num_sequences * max_len,
@@ -53,7 +53,12 @@ class PagedSession:
         )
         shapes = [(num_blocks, page_size, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
         self.backend.bind_kv_caches(
-            [LayerCache.from_tensors([torch.full(s, torch.nan, dtype=model.dtype) for _ in "kv"]) for s in shapes]
+            [
+                LayerCache.from_tensors(
+                    [torch.full(s, torch.nan, dtype=model.dtype, device=model.device) for _ in "kv"]
+                )
+                for s in shapes
+            ]
         )
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
@@ -67,10 +72,12 @@ class PagedSession:
         q_lens = [len(tokens) for _, tokens in chunks]
         kv_lens = [self.lengths[sequence] for sequence, _ in chunks]
         tables = [self.tables[sequence] for sequence, _ in chunks]
-        self.backend.plan(build_attention_metadata(q_lens, kv_lens, tables, self.page_size))
+        device = self.model.device
+        self.backend.plan(build_attention_metadata(q_lens, kv_lens, tables, self.page_size, device=str(device)))
+        inputs = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ids, positions))
         with forward_context(self.backend):
-            hidden = self.model(torch.tensor(ids, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32))
-            return list(torch.split(self.model.compute_logits(hidden), q_lens))
+            logits = self.model.compute_logits(self.model(*inputs))
+        return list(torch.split(logits.cpu(), q_lens))
 
 
 def run_steps(model: CausalLM) -> Iterator[tuple[int, int, torch.Tensor]]:

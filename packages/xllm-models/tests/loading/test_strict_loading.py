@@ -248,3 +248,37 @@ def test_a_rank_reads_its_own_share_only(size: int) -> None:
         source = CountingStateDict(tensors)
         model.load_weights([source], rank, size)
         assert source.num_read == sum(parameter.numel() for parameter in model.parameters())
+
+
+class View:
+    """A state dict as a C++ class would expose it: three methods, nothing else, and no slices."""
+
+    __slots__ = ("_tensors", "reads")
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.reads: list[str] = []
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        self.reads.append(name)
+        return self._tensors[name]
+
+    def keys(self) -> Iterable[str]:
+        return iter(self._tensors)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (3, 4)])
+def test_any_object_with_has_get_tensor_and_keys_loads_the_same_way(rank: int, size: int) -> None:
+    tensors = checkpoint()
+    tp = TensorParallel(rank=rank, size=size)
+    ours, want = (LlamaForCausalLM(ModelConfig.from_dict(CONFIG), tp=tp) for _ in range(2))
+    names = sorted(tensors)
+    views = [View({name: tensors[name] for name in part}) for part in (names[::2], names[1::2])]
+    ours.load_weights(views, rank, size)
+    want.load_weights([DictStateDict(tensors)], rank, size)
+    assert all(torch.equal(x, y) for x, y in zip(ours.parameters(), want.parameters(), strict=True))
+    with pytest.raises(WeightError, match=f"missing: {Q}"):
+        ours.load_weights([View({name: x for name, x in tensors.items() if name != Q})], rank, size)
