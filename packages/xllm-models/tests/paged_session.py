@@ -52,13 +52,9 @@ class PagedSession:
             max_model_len=max_len,
         )
         shapes = [(num_blocks, page_size, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
+        like = {"dtype": model.dtype, "device": model.device}
         self.backend.bind_kv_caches(
-            [
-                LayerCache.from_tensors(
-                    [torch.full(s, torch.nan, dtype=model.dtype, device=model.device) for _ in "kv"]
-                )
-                for s in shapes
-            ]
+            [LayerCache.from_tensors([torch.full(s, torch.nan, **like) for _ in "kv"]) for s in shapes]
         )
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
