@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "ci"))
 from environments import BELOW, PACKAGES, layered, package_dir, shared  # noqa: E402
 
 nox.needs_version = ">=2025.2"
-nox.options.sessions = ["lint", "tests", "integration"]
+nox.options.sessions = ["lint", "tests", "graph", "integration"]
 # Environments are layered over a shared one (ci/environments.py), which nox's own cannot be.
 nox.options.default_venv_backend = "none"
 
@@ -70,6 +70,38 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session
 @timed
+def graph(session: nox.Session) -> None:
+    """Graphs against eager on real models, on the recorded runtime. Arguments go to pytest."""
+    python = _all_packages(session)
+    run = _runner(session, python, XLLM_VALIDATE="1")
+    run("-m", "pytest", "integration/graph", *session.posargs)
+
+
+@nox.session
+@timed
+def bench(session: nox.Session) -> None:
+    """Benchmarks on whatever device is there; results, tables and plots in build/bench."""
+    python = _all_packages(session)
+    run = _runner(session, python)
+    out = ROOT / "build" / "bench"
+    out.mkdir(parents=True, exist_ok=True)
+    run("benchmarks/sweep.py", "--out", out / "sweep.json", *session.posargs)
+    run("benchmarks/table.py", out / "sweep.json", "--out", out / "sweep.md", "--plot", out / "sweep.png")
+    worker_python = _worker_environment(session)
+    program = _build(session, worker_python, "integration/bridge", ENVIRONMENTS / "bridge-build", "step_benchmark")
+    _runner(session, worker_python)("benchmarks/step.py", program, "--out", out / "step.json")
+    run("-m", "pytest", "benchmarks/micro", "--benchmark-only", "--benchmark-json", out / "micro.json")
+
+
+@nox.session
+@timed
+def tests_gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device, on this machine's. Arguments go to ci/gpu.sh."""
+    _runner(session, shared(session))("ci/gpu.sh", *session.posargs)
+
+
+@nox.session
+@timed
 def integration(session: nox.Session) -> None:
     """Bridge, worker and text front, end to end. Arguments go to pytest."""
     python = _worker_environment(session)
@@ -111,26 +143,38 @@ def _worker_environment(session: nox.Session) -> Path:
     return layered(session, ENVIRONMENTS / "worker", PACKAGES, editable=False)
 
 
+def _all_packages(session: nox.Session) -> Path:
+    """An environment with all packages, linked to the source tree."""
+    return layered(session, ENVIRONMENTS / "tests-executor", PACKAGES, editable=True)
+
+
 def _build_worker(session: nox.Session, python: Path) -> Path:
-    """Configures and builds the worker with the environment's own cmake and ninja; prints the build's progress."""
+    return _build(session, python, "integration/worker", WORKER_BUILD, "xllm_worker", everything=True)
+
+
+def _build(
+    session: nox.Session, python: Path, source: str, build: Path, target: str, *, everything: bool = False
+) -> Path:
+    """Builds a C++ project against the bridge, with the environment's own cmake and ninja; prints the progress."""
     tools = shared(session).parent
     cmake = str(tools / "cmake")
     cmake_dir = str(
         session.run(str(python), "-m", "xllm_executor", "--cmakedir", external=True, silent=True, log=False)
     ).strip()
     session.run(
-        cmake, "-G", "Ninja", "-S", "integration/worker", "-B", str(WORKER_BUILD),
+        cmake, "-G", "Ninja", "-S", source, "-B", str(build),
         f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release",
         f"-DPython_EXECUTABLE={python}", f"-Dxllm_executor_DIR={cmake_dir}",
         external=True, silent=True,
     )  # fmt: skip
     # stdout belongs to what the session is for, the demo's answer above all.
-    session.run(cmake, "--build", str(WORKER_BUILD), external=True, stdout=sys.stderr)
-    return WORKER_BUILD / "xllm_worker"
+    targets = [] if everything else ["--target", target]
+    session.run(cmake, "--build", str(build), *targets, external=True, stdout=sys.stderr, stderr=sys.stderr)
+    return build / target
 
 
 class _Runner:
-    """Runs commands in one environment: a first argument that begins with '-' goes to its python."""
+    """Runs commands in one environment: a first argument that is an option or a .py file goes to its python."""
 
     def __init__(self, session: nox.Session, python: Path, environment: dict[str, str]) -> None:
         self._session = session
@@ -140,7 +184,7 @@ class _Runner:
 
     def __call__(self, *command: object, stdout: IO[str] | None = None) -> None:
         parts = [str(part) for part in command]
-        if parts[0].startswith("-"):
+        if parts[0].startswith("-") or parts[0].endswith(".py"):
             parts.insert(0, str(self._python))
         self._session.run(*parts, external=True, env=self._environment, stdout=stdout, stderr=sys.stderr)
 

@@ -96,7 +96,9 @@ def run_program() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         *command: object, stdin: str = "", timeout: float = 120, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "PYTHONPATH")}
+        variables = {
+            key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "PYTHONPATH", "XLLM_VALIDATE")
+        }
         return subprocess.run(
             [str(part) for part in command], input=stdin, timeout=timeout, env={**variables, **environment},
             capture_output=True, text=True, check=False,

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from xllm_executor import hosting
 
+Record = tuple[int, str, str]
+
 
 @pytest.fixture
-def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str, str]]]:
-    """What a sink was given; logging and streams are put back afterwards."""
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
+def redirect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Record]]]:
+    """Redirects to a list when called, from inside the test: pytest gives each phase streams of its own."""
     root = logging.getLogger()
     handlers = list(root.handlers)
-    seen: list[tuple[int, str, str]] = []
-    hosting.redirect_output(lambda level, name, text: seen.append((level, name, text)))
-    yield seen
+
+    def start() -> list[Record]:
+        monkeypatch.setattr(sys, "stdout", sys.stdout)
+        monkeypatch.setattr(sys, "stderr", sys.stderr)
+        seen: list[Record] = []
+        hosting.redirect_output(lambda level, name, text: seen.append((level, name, text)))
+        return seen
+
+    yield start
     logging.captureWarnings(False)
     root.handlers[:] = handlers
 
 
-def test_records_and_lines_reach_the_sink(records: list[tuple[int, str, str]]) -> None:
+def test_records_and_lines_reach_the_sink(redirect: Callable[[], list[Record]]) -> None:
+    records = redirect()
     logging.getLogger("a.b").warning("value %d", 3)
     print("one", end="")
     print(" line\nand another")
