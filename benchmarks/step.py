@@ -29,9 +29,8 @@ def main() -> None:
     print("| call | us | ratio |\n| --- | --- | --- |")
     print(f"| pybind11 call with two new tensors | {numbers['baseline_us']:.2f} | 1 |")
     for kind in ("decode", "mixed"):
-        print(
-            f"| {kind} step, every core field read | {numbers[f'{kind}_step_us']:.2f} | {numbers[f'{kind}_ratio']:.2f} |"
-        )
+        microseconds, ratio = numbers[f"{kind}_step_us"], numbers[f"{kind}_ratio"]
+        print(f"| {kind} step, every core field read | {microseconds:.2f} | {ratio:.2f} |")
     if arguments.out is not None:
         results.write(arguments.out, benchmark="step", device="cpu", results=numbers)
 
