@@ -41,18 +41,22 @@ def _declare(file: Path, *lines: str) -> None:
 
 
 def test_built_in() -> None:
-    assert "torch" in available_backends()
-    assert unavailable_backends() == {}
+    assert {"torch", "triton"} <= set(available_backends())
+    declared = {*available_backends(), *unavailable_backends()}
+    assert declared == {"torch", "triton", "flashinfer"}
+    for name, reason in unavailable_backends().items():
+        assert reason.startswith(f"xllm_attention.backends.{name}_backend:"), name
+        assert "No module named" in reason
 
 
 def test_unknown_name(spec: AttentionSpec) -> None:
-    with pytest.raises(ValueError, match=r"no attention backend 'nonesuch'; available are \['torch'\]"):
+    with pytest.raises(ValueError, match=r"no attention backend 'nonesuch'; available are \['torch', 'triton'\]"):
         create_backend("nonesuch", [spec], device="cpu", dtype=torch.float32, **LIMITS)
 
 
 def test_out_of_tree_backend(install: Path, spec: AttentionSpec) -> None:
     _declare(install, "outside = outside_attention:Outside")
-    assert available_backends() == ("outside", "torch")
+    assert available_backends() == ("outside", "torch", "triton")
     backend = create_backend("outside", [spec], device="cpu", dtype=torch.float32, **LIMITS)
     assert backend.name == "outside"
 
@@ -65,7 +69,7 @@ def test_unavailable_backends_say_why(install: Path, spec: AttentionSpec) -> Non
         "odd = outside_attention:not_a_backend",
     )
     reasons = unavailable_backends()
-    assert set(reasons) == {"missing", "renamed", "odd"}
+    assert set(reasons) - {"flashinfer"} == {"missing", "renamed", "odd"}
     with pytest.raises(ValueError, match="no attention backend 'missing'; available are") as error:
         create_backend("missing", [spec], device="cpu", dtype=torch.float32, **LIMITS)
     for name, reason in reasons.items():

@@ -179,6 +179,6 @@ class GroupPlans:
 def use_tensor_cores(group_size: int, num_seqs: int) -> bool:
     """Whether decode uses tensor cores: for groups that the CUDA-core kernel lacks, large groups and large batches.
 
-    From 32 sequences on, long contexts gain more (a fifth) than short ones lose; below, CUDA cores are never far behind.
+    From 32 sequences on, long contexts gain more (a fifth) than short ones lose; below, CUDA cores are close or ahead.
     """
     return group_size not in api.CUDA_CORE_GROUP_SIZES or group_size > 4 or num_seqs >= 32

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher, is_aligned
+from .launch import Launcher, alignment
 
 
 class Append:
@@ -35,7 +35,7 @@ class Append:
             "K_PAD": triton.next_power_of_2(num_kv_heads),
             "D_PAD": triton.next_power_of_2(head_dim),
         }
-        key = (*strides, page_size, num_kv_heads, head_dim, k.dtype, is_aligned(k, v, k_cache, v_cache))
+        key = (*strides, page_size, num_kv_heads, head_dim, k.dtype, *alignment(k, v, k_cache, v_cache, slots))
         self._launch(key, (num_tokens, 1, 1), (k, v, k_cache, v_cache, slots), constants, {"num_warps": 4})
 
 

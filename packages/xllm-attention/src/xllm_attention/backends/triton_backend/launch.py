@@ -36,7 +36,7 @@ class Launcher:
 
         Args:
             key: equal for calls that differ only in the numbers and the addresses of the tensors; must not be equal
-                for tensors of different dtypes or alignment (`is_aligned`).
+                for tensors of different dtypes or alignment (`alignment`).
             grid: number of programs along each axis.
             arguments: tensors and numbers, in order.
             constants: of the kernel, in its order.
@@ -52,9 +52,6 @@ class Launcher:
             self._compiled[key] = (compiled, tuple(constants.values()))
 
 
-def is_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all tensors begin at a multiple of ALIGNMENT."""
-    address = 0
-    for tensor in tensors:
-        address |= tensor.data_ptr()
-    return address % ALIGNMENT == 0
+def alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
+    """Which of the tensors begin at a multiple of ALIGNMENT."""
+    return tuple(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)

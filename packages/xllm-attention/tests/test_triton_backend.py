@@ -1,0 +1,223 @@
+"""The triton backend's kernels in Triton's interpreter, and compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from xllm_attention import AttentionSpec, create_backend
+from xllm_attention.backends.triton_backend.launch import Launcher
+from xllm_attention.conformance import CASES, BackendFactory, Case, check_large_cache, run_case
+from xllm_attention.conformance.strategies import cases
+from xllm_metadata import LayerCache, StaticAttentionMetadata, build_attention_metadata
+
+FACTORY: BackendFactory = partial(create_backend, "triton")
+LIMITS = {"max_num_seqs": 8, "max_num_tokens": 64, "max_model_len": 64}
+
+# The interpreter takes a second where a GPU takes microseconds: one case of every kind here, the whole table on a GPU.
+TABLE = [
+    "decode",
+    "decode-group5",
+    "decode-group12",
+    "decode-dim80",
+    "decode-dim256",
+    "decode-page1",
+    "decode-window2",
+    "decode-window16",
+    "decode-cap",
+    "decode-fp16",
+    "decode-heads_first",
+    "prefill",
+    "prefill-window17",
+    "prefill-cap-window5",
+    "prefill-kv_interleaved",
+    "mixed",
+    "mixed-group3",
+    "mixed-window15",
+    "mixed-cap",
+    "mixed-fp16",
+    "mixed-garbage",
+    "mixed-page1-window2",
+    "order-interleaved",
+    "empty-step",
+    "empty-step-padded",
+    "empty-queries",
+    "empty-first",
+    "empty-middle",
+    "empty-last",
+    "empty-prefill",
+    "empty-decode-rows",
+    "empty-decode-rows-page1",
+    "padded-mixed",
+    "padded-prefill",
+    "extra-rows",
+    "graph-decode",
+]
+BY_NAME = {case.name: case for case in CASES}
+SMALLER = (
+    # Keys of one sequence in several chunks, rows in several tiles, both around their edges.
+    Case(name="long-decode", prefix_lens=(300, 1, 130), steps=(((0, 1), (1, 1), (2, 1)),) * 2, windows=(0, 200)),
+    Case(name="long-chunk", prefix_lens=(100, 3), steps=(((0, 40), (1, 1)),), windows=(0, 50), num_heads=2),
+    Case(name="few-tokens", prefix_lens=(200, 90, 3), steps=(((0, 4), (1, 4), (2, 3)),), windows=(0, 33)),
+    Case(name="short-prompts", prefix_lens=(0, 0), steps=(((0, 3), (1, 5)), ((0, 1), (1, 1)))),
+    Case(
+        name="graph",
+        prefix_lens=(1, 40, 16),
+        steps=(((0, 1), (1, 1), (2, 1)), ((2, 1),)),
+        bucket=4,
+        graph=True,
+        windows=(0, 7),
+        page_size=1,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_table(name: str) -> None:
+    assert run_case(FACTORY, BY_NAME[name]).refused is None
+
+
+@pytest.mark.parametrize("case", SMALLER, ids=lambda case: case.name)
+def test_long_and_few(case: Case) -> None:
+    assert run_case(FACTORY, case).refused is None
+
+
+@given(case=cases(dtypes=(torch.float32, torch.float16)))
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_random_batches(case: Case) -> None:
+    assert run_case(FACTORY, case).refused is None
+
+
+def test_offsets_beyond_int32() -> None:
+    check_large_cache(FACTORY, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "message"),
+    [
+        (torch.bfloat16, 64, "'triton' cannot serve torch.bfloat16 in its interpreter"),
+        (torch.float64, 64, "'triton' cannot serve layer 0: dtype torch.float64; served are"),
+        (torch.float32, 72, "'triton' cannot serve layer 0: head_dim 72; served are"),
+    ],
+)
+def test_what_it_refuses(dtype: torch.dtype, head_dim: int, message: str) -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=head_dim, scale=1.0)
+    with pytest.raises(ValueError, match=message):
+        create_backend("triton", [spec], device="cpu", dtype=dtype, **LIMITS)
+
+
+def test_a_cpu_without_the_interpreter() -> None:
+    code = f"""
+import torch
+from xllm_attention import AttentionSpec, create_backend
+spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=64, scale=1.0)
+try:
+    create_backend("triton", [spec], device="cpu", dtype=torch.float32, **{LIMITS!r})
+except ValueError as error:
+    assert "set TRITON_INTERPRET=1" in str(error), error
+else:
+    raise AssertionError("not refused")
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "0"}, check=True)
+
+
+def test_launches_depend_on_the_bucket_and_not_on_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same kernels, grids, constants and addresses for every batch in a bucket: so a captured graph serves them all."""
+    seen: list[list[Any]] = []
+    original = Launcher.__call__
+
+    def record(self: Launcher, key: Any, grid: Any, arguments: Any, constants: Any, options: Any) -> None:
+        addresses = [tensor.data_ptr() for tensor in arguments if isinstance(tensor, torch.Tensor)]
+        seen[-1].append((self._kernel, key, grid, addresses, constants, options))
+        original(self, key, grid, arguments, constants, options)
+
+    monkeypatch.setattr(Launcher, "__call__", record)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+    specs = [spec, replace(spec, sliding_window=5)]
+    backend = create_backend("triton", specs, device="cpu", dtype=torch.float32, **LIMITS)
+    backend.bind_kv_caches([LayerCache.from_tensors(tuple(torch.randn(2, 32, 4, 2, 16))) for _ in specs])
+    static = StaticAttentionMetadata(max_num_tokens=4, max_num_seqs=4, max_num_pages=32, device="cpu")
+    tables = [list(range(8 * seq, 8 * seq + 8)) for seq in range(4)]
+    q, k, out = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.empty(4, 4, 16)
+    for lens in ([1], [30, 1, 17, 4], [], [2, 2, 31]):
+        seen.append([])
+        live = build_attention_metadata([1] * len(lens), lens, tables[: len(lens)], 4)
+        static.fill(live, num_tokens=4, num_seqs=4)
+        backend.plan(static, graph=True)
+        for layer_id in range(2):
+            backend.run(q, k, k, out, layer_id)
+    assert len(seen[0]) == 4  # two work lists, two launches: decode appends by itself
+    assert all(launches == seen[0] for launches in seen)
+
+
+COMPILE = """
+import sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from xllm_attention import AttentionSpec
+from xllm_attention.backends.triton_backend.append import append_kernel
+from xllm_attention.backends.triton_backend.attend import attend_kernel
+from xllm_attention.backends.triton_backend.tiles import StepKind, tiles_for
+from xllm_attention.backends.triton_backend.worklist import worklist_kernel
+
+def build(kernel, types, constants, options):
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= 227 * 1024, (kernel.__name__, constants, compiled.metadata.shared)
+
+kind, dtype, head_dim, group, window, cap, paged = eval(sys.argv[1])
+spec = AttentionSpec(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window,
+                     logits_soft_cap=cap)
+torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+tiles = tiles_for(StepKind(kind), spec, torch_dtype, interpreted=False)
+decode = kind == "decode"
+cache = (32 * head_dim, 2 * head_dim, head_dim, 1)
+rows = ((2 * group + 4) * head_dim, head_dim, 1)
+d_pad = triton.next_power_of_2(head_dim)
+data = {name: "*" + dtype for name in ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr")}
+build(append_kernel, {**data, "slots_ptr": "*i32"},
+      {"STRIDES": rows * 2 + cache * 2, "PAGE_SIZE": 16, "K": 2, "D": head_dim, "K_PAD": 2, "D_PAD": d_pad}, {})
+pointers = ("kv_indptr_ptr", "qo_indptr_ptr", "table_indptr_ptr", "slots_ptr", "items_ptr")
+build(worklist_kernel, {name: "*i32" for name in pointers},
+      {"G": group, "WINDOW": window, "DECODE": decode, "BLOCK_M": tiles.block_m, "UNIT": tiles.block_n,
+       "LEAST_UNITS": tiles.least_units, "ENOUGH_UNITS": tiles.enough_units, "BLOCK_B": 128, "BLOCK_I": 32}, {})
+data = {name: "*" + dtype for name in ("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr", "k_cache_ptr", "v_cache_ptr")}
+data |= {"items_ptr": "*i32", "pages_ptr": "*i32", "arrived_ptr": "*i32", "partial_ptr": "*fp32", "state_ptr": "*fp32"}
+build(attend_kernel, data,
+      {"STRIDES": rows * 3 + (2 * group * head_dim, head_dim, 1) + cache * 2, "scale": 0.1, "soft_cap": cap, "G": group,
+       "K": 2, "D": head_dim, "D_PAD": d_pad, "PAGE_SIZE": 16, "WINDOW": window, "CAP": cap > 0, "DECODE": decode,
+       "PAGED": paged, "IEEE": dtype == "fp32", "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+       "R": tiles.kept_rows, "BLOCK_C": tiles.block_c, "PDL": decode},
+      {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages})
+"""
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        ("decode", "bf16", 128, 2, 0, 0.0, True),
+        ("decode", "fp16", 80, 12, 7, 1.5, True),
+        ("few", "bf16", 256, 4, 0, 0.0, True),
+        ("many", "bf16", 128, 2, 0, 0.0, False),
+        ("many", "fp16", 96, 3, 7, 1.5, True),
+    ],
+    ids=lambda variant: "-".join(map(str, variant)),
+)
+def test_kernels_compile_for_a_gpu(variant: tuple[Any, ...]) -> None:
+    """The interpreter accepts what the compiler refuses. In a process of its own: here the kernels are interpreted."""
+    subprocess.run(
+        [sys.executable, "-c", COMPILE, repr(variant)], env={**os.environ, "TRITON_INTERPRET": "0"}, check=True
+    )
