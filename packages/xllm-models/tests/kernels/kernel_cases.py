@@ -134,7 +134,7 @@ def test_linear_of_any_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 120])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 30])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(6, 2), (1, 1), (9, 9)])
 def test_moe(dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, normalize: bool) -> None:
     hidden, features = 32, 20
@@ -146,8 +146,34 @@ def test_moe(dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, norm
     agree("moe", *arguments, kernel=moe_static, factor=3.0)
 
 
+def test_moe_of_more_pairs_than_one_program_sorts(dtype: torch.dtype) -> None:
+    weights = random(9, 16, 16, dtype=dtype, scale=0.3), random(9, 16, 8, dtype=dtype, scale=0.3)
+    x, router_logits = random(130, 16, dtype=dtype), random(130, 9, dtype=dtype)
+    agree("moe", x, router_logits, *weights, 8, False, factor=3.0)
+
+
 def test_moe_whose_tokens_all_choose_one_expert(dtype: torch.dtype) -> None:
     router_logits = torch.zeros(70, 8, dtype=dtype)
     router_logits[:, 5] = 9.0
     weights = random(8, 40, 16, dtype=dtype, scale=0.3), random(8, 16, 20, dtype=dtype, scale=0.3)
     agree("moe", random(70, 16, dtype=dtype), router_logits, *weights, 1, True, factor=3.0)
+
+
+def test_tiles_of_a_kernel_are_those_of_torch(dtype: torch.dtype) -> None:
+    from xllm_models.kernels.moe_layout import _lay_out_many, lay_out
+
+    for num_pairs, num_experts in ((1, 1), (5, 3), (64, 2), (100, 128), (1024, 8)):
+        generator = torch.Generator().manual_seed(num_pairs)
+        experts = torch.randint(0, num_experts, (num_pairs,), generator=generator, dtype=torch.int32).to(DEVICE)
+        got = lay_out(experts, num_experts)
+        want = _lay_out_many(experts, num_experts, got.rows, got.count)
+        for ours, theirs in zip(got.tensors, want.tensors, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_row_that_is_no_number_still_chooses_experts(dtype: torch.dtype) -> None:
+    from xllm_models.kernels.moe_layout import route
+
+    _, experts = route(torch.full((2, 6), torch.nan, dtype=dtype, device=DEVICE), 4, True)
+    assert bool(((experts >= 0) & (experts < 6)).all())

@@ -63,6 +63,7 @@ def test_a_graph_replays_what_eager_gives_bit_by_bit(num_tokens: int, dtype: tor
             assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True)), name
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_op_waits_for_the_device() -> None:
     _, table = calls(40, torch.bfloat16)
     for call in table.values():
@@ -75,6 +76,7 @@ def test_no_op_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_ops_on_cuda_run_triton() -> None:
     _, table = calls(4, torch.bfloat16)
     for name, call in table.items():
@@ -105,7 +107,13 @@ def test_families_on_cuda_equal_hf(
 ) -> None:
     hf, directory = write_checkpoint(family, **config)
     want = hf_logits(hf)
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
-        for sequence, start, logits in paged.run_steps(load_model(directory, device="cuda", dtype=dtype)):
-            expected = want[sequence][start : start + len(logits)]
-            assert (logits.float() - expected).abs().max() <= tolerance * expected.abs().max()
+    for sequence, start, logits in paged.run_steps(load_model(directory, device="cuda")):
+        expected = want[sequence][start : start + len(logits)]
+        assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    # In bf16, where an expert may flip, no farther from fp32 than HF in bf16 is.
+    theirs = [logits.float() for logits in hf_logits(hf.bfloat16())]
+    ours = [torch.empty_like(logits) for logits in want]
+    for sequence, start, logits in paged.run_steps(load_model(directory, device="cuda", dtype=torch.bfloat16)):
+        ours[sequence][start : start + len(logits)] = logits
+    errors = [torch.cat([x - y for x, y in zip(got, want, strict=True)]).square().mean() for got in (ours, theirs)]
+    assert errors[0].sqrt() <= 1.5 * errors[1].sqrt()

@@ -58,7 +58,7 @@ def _gated(name: str, x: torch.Tensor, kind: str) -> torch.Tensor:
     if x.shape[-1] % 2:
         raise ValueError(f"{name} needs an even last dimension, got {x.shape[-1]}")
     size = x.shape[-1] // 2
-    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    out = x.new_empty((*x.shape[:-1], size))
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()

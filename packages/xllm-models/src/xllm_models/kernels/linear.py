@@ -105,7 +105,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     """x [M, K], weight [N, K], adjacent features, 1 <= M <= MAX_ROWS -> [M, N]."""
     num_rows, num_features = x.shape
     num_outputs = weight.shape[0]
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    out = x.new_empty((num_rows, num_outputs))
     tensors = (x, weight, weight if bias is None else bias, out)
     if num_rows == 1:
         block_n, block_k = 2, min(power_of_two(num_features), 1024)

@@ -1,21 +1,19 @@
 # mypy: disallow-untyped-decorators=False
 """Mixture of experts in Triton: two grouped products over the (token, expert) pairs, sorted by expert.
 
-The host learns no count: tiles are laid out on the device, as many as the shapes could need, and those beyond the
-last one end at once. Routing is that of `ops.moe`. T tokens, k experts a token, P = T * k pairs, E experts, N hidden,
-I features of one expert.
+The host learns no count: tiles are laid out on the device (`moe_layout`), as many as the shapes could need, and those
+beyond the last one end at once. T tokens, k experts a token, P = T * k pairs, E experts, N hidden, I features of one
+expert.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from ..ops.moe import route
 from .launcher import Launcher
+from .moe_layout import lay_out, route
 
 
 @triton.jit
@@ -118,45 +116,23 @@ def _down_kernel(
     tl.store(target, weighted.to(dtype), mask=inside[:, None] & wanted[None, :])
 
 
+@triton.jit
+def _combine_kernel(
+    values: tl.tensor, out: tl.tensor, hidden: tl.constexpr, top_k: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """out [T, N]: the fp32 sum over each token's pairs of values [P, N]."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for index in tl.static_range(0, top_k):
+        row = values + (token * top_k + index) * hidden
+        total += tl.load(row + columns, mask=columns < hidden, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + columns, total.to(out.dtype.element_ty), mask=columns < hidden)
+
+
 _launch_gate_up = Launcher(_gate_up_kernel, num_warps=4)
 _launch_down = Launcher(_down_kernel, num_warps=4)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tiles:
-    """How the sorted pairs are cut into tiles of at most `rows` pairs of one expert; int32, on the device."""
-
-    rows: int
-    count: int  # tiles launched: the most there can be
-    order: torch.Tensor  # [P] the pair at each place of the sorted order
-    pair_ends: torch.Tensor  # [E] the place behind each expert's last pair
-    tile_ends: torch.Tensor  # [E] the tile behind each expert's last one
-    experts: torch.Tensor  # [count] each tile's expert; E for a tile that is not needed
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.order, self.pair_ends, self.tile_ends, self.experts
-
-
-def _lay_out(experts: torch.Tensor, num_experts: int) -> _Tiles:
-    """experts [P] int64, the expert of each pair."""
-    num_pairs = experts.shape[0]
-    rows = 16 if num_pairs < 32 * num_experts else 64
-    count = num_pairs // rows + min(num_pairs, num_experts)
-    ordered, order = experts.sort(stable=True)
-    indices = torch.arange(num_experts, device=experts.device)
-    pair_ends = torch.searchsorted(ordered, indices, right=True, out_int32=True)
-    counts = torch.diff(pair_ends, prepend=pair_ends.new_zeros(1))
-    tile_ends = ((counts + (rows - 1)) // rows).cumsum(0, dtype=torch.int32)
-    tiles = torch.arange(count, device=experts.device, dtype=torch.int32)
-    return _Tiles(
-        rows=rows,
-        count=count,
-        order=order.int(),
-        pair_ends=pair_ends,
-        tile_ends=tile_ends,
-        experts=torch.searchsorted(tile_ends, tiles, right=True, out_int32=True),
-    )
+_launch_combine = Launcher(_combine_kernel, num_warps=4)
 
 
 def moe(
@@ -174,7 +150,7 @@ def moe(
         return torch.empty_like(x)
     x = x if x.stride(1) == 1 else x.contiguous()
     weights, experts = route(router_logits, top_k, normalize)
-    tiles = _lay_out(experts.flatten(), num_experts)
+    tiles = lay_out(experts.flatten(), num_experts)
     inner = torch.empty((num_tokens * top_k, features), dtype=x.dtype, device=x.device)
     outer = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
@@ -187,8 +163,10 @@ def moe(
     )
     _launch_down(
         (tiles.count, -(-hidden // block_n), 1),
-        (inner, down, weights.contiguous(), *tiles.tensors, outer),
+        (inner, down, weights, *tiles.tensors, outer),
         (),
         (num_experts, hidden, features, tiles.rows, block_n, block_k, precision),
     )
-    return outer.view(num_tokens, top_k, hidden).sum(1, dtype=torch.float32).to(x.dtype)
+    out = x.new_empty(x.shape)
+    _launch_combine((num_tokens, -(-hidden // 512), 1), (outer, out), (), (hidden, top_k, 512))
+    return out

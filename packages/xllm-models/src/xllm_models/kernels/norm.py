@@ -49,7 +49,7 @@ _launch = Launcher(_norm_kernel)
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     """See `ops.rms_norm`."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     rows = _rows(x)
     if rows.shape[0]:
         size = rows.shape[1]
@@ -64,8 +64,8 @@ def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.fused_add_rms_norm`."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
+    total = x.new_empty(x.shape)
     rows, before = _rows(x), _rows(residual)
     if rows.shape[0]:
         size = rows.shape[1]

@@ -158,8 +158,8 @@ def _run(
     eps: float,
     norm: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    q_out = q.new_empty(q.shape)
+    k_out = k.new_empty(k.shape)
     num_tokens, num_heads, head_dim = q.shape
     if not num_tokens:
         return q_out, k_out
