@@ -42,10 +42,12 @@ class CudaGraphRuntime:
         self._in_session = True
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
-                yield
+                try:
+                    yield
+                finally:
+                    self._abandon()  # here, since a capture ends only on the stream that it began on
         finally:
             self._in_session = False
-            self._abandon()
             if collects:
                 gc.enable()
             caller.wait_stream(self._stream)
