@@ -17,6 +17,8 @@ from typing import Any, TextIO
 
 import torch
 
+from . import tensor_parallel
+
 LogSink = Callable[[int, str, str], None]
 """(level, logger, message)."""
 
@@ -86,6 +88,7 @@ def shut_down() -> None:
     """Frees what Python holds, in the order that devices need: graphs, then process groups, then objects."""
     for executor in list(_EXECUTORS):
         executor.shutdown()
+    tensor_parallel.leave()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     gc.collect()

@@ -14,6 +14,9 @@ from torch import distributed
 from xllm_models import TensorParallel
 from xllm_models.ops import register_group, unregister_group
 
+_NAME = "tp"
+_joined = False
+
 
 def join(*, rank: int, size: int, host: str, port: int, prefix: str, backend: str, device: str, timeout: float) -> str:
     """Meet the other ranks; returns the name of the group in c10d's registry, where C++ finds it too.
@@ -30,6 +33,7 @@ def join(*, rank: int, size: int, host: str, port: int, prefix: str, backend: st
         ValueError: a place outside of the group.
         RuntimeError: the others did not come in time, or a group exists.
     """
+    global _joined
     TensorParallel(rank=rank, size=size)
     limit = timedelta(seconds=timeout)
     store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
@@ -43,13 +47,16 @@ def join(*, rank: int, size: int, host: str, port: int, prefix: str, backend: st
     )
     world = distributed.group.WORLD
     assert world is not None
-    register_group("tp", world)
+    register_group(_NAME, world)
+    _joined = True
     name: str = world.group_name
     return name
 
 
 def leave() -> None:
-    """End the group. Graphs that hold its collectives must be gone. Without a group, nothing."""
-    if distributed.is_initialized():
-        unregister_group("tp")
+    """End the group that `join` made, if any. Graphs that hold its collectives must be gone."""
+    global _joined
+    if _joined:
+        _joined = False
+        unregister_group(_NAME)
         distributed.destroy_process_group()

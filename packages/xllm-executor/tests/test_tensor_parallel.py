@@ -1,0 +1,66 @@
+"""The group of a model's ranks: joined over a host's store, found by its name, and ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from torch import distributed
+
+RANK = """
+import sys
+
+import torch
+from torch.distributed import distributed_c10d
+
+from xllm_executor import tensor_parallel
+from xllm_models import ops
+
+rank, port, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+name = tensor_parallel.join(
+    rank=rank, size=2, host="127.0.0.1", port=port, prefix="test", backend="", device="cpu", timeout=timeout
+)
+assert distributed_c10d._resolve_process_group(name).size() == 2
+assert ops.all_reduce_(torch.tensor([rank + 1.0]), "tp").item() == 3.0
+tensor_parallel.leave()
+tensor_parallel.leave()  # nothing is left
+assert not torch.distributed.is_initialized()
+"""
+
+
+@pytest.fixture
+def store() -> distributed.TCPStore:
+    """Served by this process, as a host would."""
+    return distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def start(rank: int, port: int, timeout: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RANK, str(rank), str(port), str(timeout)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_ranks_meet_and_part(store: distributed.TCPStore) -> None:
+    ranks = [start(rank, store.port, 60) for rank in range(2)]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(store: distributed.TCPStore) -> None:
+    begin = time.monotonic()
+    rank = start(0, store.port, 2)
+    _, errors = rank.communicate(timeout=60)
+    assert rank.returncode == 1, errors
+    assert time.monotonic() - begin < 30
+
+
+def test_a_place_outside_of_the_group_is_refused() -> None:
+    from xllm_executor import tensor_parallel
+
+    with pytest.raises(ValueError, match="tp_rank 2 is outside the 2 ranks of tp_size"):
+        tensor_parallel.join(rank=2, size=2, host="127.0.0.1", port=1, prefix="", backend="", device="cpu", timeout=1.0)
