@@ -80,7 +80,12 @@ RANGE = "expected an integer from 1 to 1024"
             [MODEL, "--enable_graph"],
             "--enable_graph=true is for a native model; with --model_impl=python use --python_graph_backend",
         ),
-        ([MODEL, "--model_impl=native"], "--model_impl=native: expected python"),
+        ([MODEL, "--model_impl=rust"], "--model_impl=rust: expected python or native"),
+        (
+            [MODEL, "--model_impl=native", "--python_graph_backend=recorded"],
+            "--python_graph_backend=recorded is for a Python model; with --model_impl=native use --enable_graph",
+        ),
+        ([MODEL, "--tp_size=0"], "--tp_size=0: expected an integer from 1 to 1024"),
         (
             [MODEL, "--dtype=fp8"],
             "--dtype=fp8: expected auto, float32, bfloat16 or float16",

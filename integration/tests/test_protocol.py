@@ -53,7 +53,7 @@ BAD_LINES: list[tuple[Line, str | None, str]] = [
     (
         request(temperature=0.5),
         "bad",
-        'unknown key "temperature"; allowed: id, token_ids, max_tokens, stop_token_ids, ignore_eos',
+        'unknown key "temperature"; allowed: id, token_ids, max_tokens, stop_token_ids, ignore_eos, show_logits',
     ),
     (request(id=7), None, "id is 7; expected a string that is not empty"),
     (request(id=""), "", 'id is ""; expected a string that is not empty'),
@@ -83,7 +83,7 @@ BAD_LINES: list[tuple[Line, str | None, str]] = [
         "bad",
         "token_ids has 33 tokens; the limit is 32, the size of the whole KV cache",
     ),
-    ({"command": "stop"}, None, 'command is "stop"; expected "stats"'),
+    ({"command": "stop"}, None, 'command is "stop"; expected "stats", "pause" or "resume"'),
     ({"command": "stats", "id": "bad"}, "bad", 'unknown key "id"; allowed: command'),
 ]
 

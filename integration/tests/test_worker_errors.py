@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_ends_with_1(
         (["--python_executable=/nowhere/python"], 1, "/nowhere/python does not run"),
         (["--python_graph_backend=magic"], 1, "python_graph_backend is 'magic'"),
         (["--block_size=sixteen"], 2, "--block_size=sixteen: expected an integer from 1 to 1024"),
-        (["--model_impl=native"], 2, "--model_impl=native: expected python"),
+        (["--model_impl=rust"], 2, "--model_impl=rust: expected python or native"),
     ],
 )
 def test_what_cannot_be_served_ends_with_one_error(

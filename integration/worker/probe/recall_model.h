@@ -24,9 +24,9 @@ class RecallModel : public StepModel {
         nan_on_(nan_on),
         on_step_(std::move(on_step)) {}
 
-  std::vector<int32_t> step(std::span<const ScheduledSequence> batch) override {
+  std::vector<NextToken> step(std::span<const ScheduledSequence> batch) override {
     on_step_(batch);
-    std::vector<int32_t> next;
+    std::vector<NextToken> next;
     for (const ScheduledSequence& part : batch) {
       const Sequence& sequence = *part.sequence;
       for (int64_t i = sequence.num_cached; i < sequence.num_cached + part.num_new; ++i) {
@@ -36,7 +36,7 @@ class RecallModel : public StepModel {
       }
     }
     for (const ScheduledSequence& part : batch) {
-      if (part.needs_token()) next.push_back(recall(*part.sequence));
+      if (part.needs_token()) next.push_back({recall(*part.sequence)});
     }
     return next;
   }

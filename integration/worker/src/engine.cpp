@@ -27,8 +27,9 @@ Engine::Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Writ
 
 void Engine::run(Inbox& inbox) {
   while (has_work() || !inbox.is_at_end()) {
-    for (InputLine& line : inbox.take_all(/*wait=*/!has_work())) handle(std::move(line));
-    if (has_work()) step();
+    for (InputLine& line : inbox.take_all(/*wait=*/!has_work() || is_paused_)) handle(std::move(line));
+    if (inbox.is_at_end()) is_paused_ = false;  // nobody is left who could resume
+    if (has_work() && !is_paused_) step();
   }
 }
 
@@ -37,6 +38,8 @@ void Engine::handle(InputLine line) {
     accept(std::move(*request));
   } else if (const auto* invalid = std::get_if<InvalidLine>(&line.content)) {
     events_ += error_event(invalid->id, line.number, kInvalidRequest, invalid->message);
+  } else if (const auto* command = std::get_if<PauseCommand>(&line.content)) {
+    is_paused_ = command->pause;
   } else {
     events_ += stats();
   }
@@ -56,9 +59,12 @@ void Engine::step() {
   const std::vector<ScheduledSequence> batch = scheduler_.schedule();
   if (batch.empty()) throw std::logic_error("the scheduler has work but made an empty step");
   ++num_steps_;
-  std::vector<int32_t> tokens;
+  std::vector<NextToken> tokens;
   try {
     tokens = compute(batch);
+  } catch (const RankFailure& failure) {
+    fail_everything(failure.what());
+    throw;
   } catch (const std::exception& error) {
     // Whatever went wrong concerns this step's requests; the others go on.
     ++num_failed_steps_;
@@ -77,9 +83,9 @@ void Engine::step() {
   write_(std::exchange(events_, {}));
 }
 
-std::vector<int32_t> Engine::compute(const std::vector<ScheduledSequence>& batch) {
+std::vector<NextToken> Engine::compute(const std::vector<ScheduledSequence>& batch) {
   const auto num_wanted = std::count_if(batch.begin(), batch.end(), [](const auto& s) { return s.needs_token(); });
-  std::vector<int32_t> tokens = model_.step(batch);
+  std::vector<NextToken> tokens = model_.step(batch);
   if (std::ssize(tokens) != num_wanted) {
     throw std::logic_error("the model gave " + std::to_string(tokens.size()) + " tokens; the step wants " +
                            std::to_string(num_wanted));
@@ -87,12 +93,12 @@ std::vector<int32_t> Engine::compute(const std::vector<ScheduledSequence>& batch
   return tokens;
 }
 
-void Engine::deliver(Sequence& sequence, int32_t token) {
-  if (token == StepModel::kNotANumber) {
+void Engine::deliver(Sequence& sequence, const NextToken& token) {
+  if (token.id == StepModel::kNotANumber) {
     fail(sequence, "the logits of token " + std::to_string(sequence.num_tokens()) + " are not numbers (NaN)");
     return;
   }
-  sequence.tokens.push_back(token);
+  sequence.tokens.push_back(token.id);
   ++num_generated_tokens_;
   events_ += token_event(sequence.request.id, token);
   const std::string_view reason = finish_reason(sequence);
@@ -115,6 +121,13 @@ std::string_view Engine::finish_reason(const Sequence& sequence) const {
 void Engine::fail(const Sequence& sequence, const std::string& message) {
   events_ += error_event(sequence.request.id, sequence.request.line, kInternal, message);
   retire(sequence);
+}
+
+void Engine::fail_everything(const std::string& message) {
+  for (const Sequence* sequence : scheduler_.all()) {
+    events_ += error_event(sequence->request.id, sequence->request.line, kInternal, message);
+  }
+  write_(std::exchange(events_, {}));
 }
 
 void Engine::retire(const Sequence& sequence) {

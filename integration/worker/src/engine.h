@@ -29,7 +29,8 @@ class Engine {
 
   Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Write write, Log log);
 
-  // Until the inbox is at its end and everything in flight is finished.
+  // Until the inbox is at its end and everything in flight is finished. Throws RankFailure, after an error event for each
+  // request in flight, when the model can serve no more.
   void run(Inbox& inbox);
 
   void handle(InputLine line);
@@ -38,8 +39,9 @@ class Engine {
 
  private:
   void accept(Request request);
-  std::vector<int32_t> compute(const std::vector<ScheduledSequence>& batch);
-  void deliver(Sequence& sequence, int32_t token);
+  std::vector<NextToken> compute(const std::vector<ScheduledSequence>& batch);
+  void deliver(Sequence& sequence, const NextToken& token);
+  void fail_everything(const std::string& message);
   void fail(const Sequence& sequence, const std::string& message);
   void retire(const Sequence& sequence);
   std::string_view finish_reason(const Sequence& sequence) const;  // empty: it goes on
@@ -52,6 +54,7 @@ class Engine {
   Write write_;
   Log log_;
   std::unordered_set<std::string> live_ids_;
+  bool is_paused_ = false;
   std::string events_;  // of the current step or line, written together
 
   int64_t num_steps_ = 0;

@@ -4,13 +4,15 @@
 #include <cstdio>
 #include <exception>
 #include <iostream>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "engine.h"
 #include "line_io.h"
+#include "model_host.h"
 #include "options.h"
-#include "python_model.h"
+#include "ranks/roles.h"
 
 namespace xllm::worker {
 
@@ -21,16 +23,14 @@ int report(const std::string& message, int exit_code) {
   return exit_code;
 }
 
-void serve(const WorkerOptions& options) {
-  ProtocolOutput output;
-  const ServedModel served = load_python_model(options);
-  const ServerFacts& facts = served.facts;
+// Requests from stdin until its end, events to the output.
+void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& model, ProtocolOutput& output) {
   BlockManager blocks(facts.num_blocks, facts.block_size);
   const EngineLimits limits{
       {options.max_seqs_per_batch, options.max_tokens_per_batch}, facts.max_model_len, facts.eos_token_ids};
   const RequestLimits request_limits{facts.vocab_size, facts.max_model_len, blocks.num_slots()};
   Engine engine(
-      *served.model,
+      model,
       blocks,
       limits,
       [&](std::string_view events) { output.write(events); },
@@ -43,7 +43,73 @@ void serve(const WorkerOptions& options) {
       [&](std::string_view line, int64_t number) { inbox.put(parse_input_line(line, number, request_limits)); },
       [&] { inbox.close(); });
   engine.run(inbox);
-  served.model->shutdown();
+  model.shutdown();
+}
+
+void serve_alone(const WorkerOptions& options, const RankPlace& place) {
+  ProtocolOutput output;
+  check_checkpoint(options.model);
+  start_python(options);
+  const std::unique_ptr<LoadedModel> loaded = load_model(options, place);
+  const ServerFacts facts = make_facts(options, *loaded);
+  TorchStepModel model(
+      StepExecutor(prepare_model(options, facts, *loaded, std::nullopt), facts.block_size, loaded->device()));
+  serve(options, facts, model, output);
+}
+
+// One rank's life, once it has met the others.
+void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutput& output) {
+  const RankPlace& place = ranks.place();
+  const std::chrono::seconds start_limit(options.tp_start_timeout);
+  start_python(options);
+  const std::unique_ptr<LoadedModel> loaded = load_model(options, place);
+  const ServerFacts facts = make_facts(options, *loaded);
+  agree(ranks, rank_facts(options, facts, *loaded), start_limit);
+
+  ParallelArgs parallel;
+  parallel.tp_rank(place.rank).tp_size(place.size).host(place.host).port(place.port);
+  executor::GroupOptions group_options;
+  group_options.backend = options.tp_backend == "auto" ? "" : options.tp_backend;
+  group_options.device = loaded->device().str();
+  group_options.store_prefix = place.store_prefix + "/group";
+  group_options.timeout_seconds = static_cast<double>(std::max(options.tp_start_timeout, options.tp_timeout));
+  std::optional<executor::TensorParallelGroup> group =
+      for_user([&] { return executor::TensorParallelGroup::join(parallel, group_options); });
+  StepExecutor executor(prepare_model(options, facts, *loaded, group), facts.block_size, loaded->device());
+  const auto leave = [&] { group->leave(); };
+  if (place.rank != 0) return follow(ranks, std::move(executor), leave);
+  LeaderModel model(std::move(executor), ranks, leave);
+  serve(options, facts, model, output);
+}
+
+// What a rank says last when it cannot go on: what it knows of the others, rather than what came of that here.
+std::string last_words(RankGroup& ranks, const std::string& message) {
+  const auto failure = ranks.link().failure(std::chrono::milliseconds(1000));
+  const std::string self = "rank " + std::to_string(ranks.place().rank) + ": ";
+  if (!failure) ranks.link().abort(self + message);
+  // All ranks find the same fault, in a checkpoint say: then it is no rank's.
+  return failure && !failure->ends_with(": " + message) ? *failure : message;
+}
+
+// Ends the process itself: other threads may be stuck in collectives with ranks that are gone, and must not be waited for.
+[[noreturn]] void run_rank(const WorkerOptions& options, const std::vector<std::string>& args, const RankPlace& place) {
+  ProtocolOutput output;
+  RendezvousOptions meeting;
+  meeting.limit = std::chrono::seconds(options.tp_start_timeout);
+  meeting.silence = std::chrono::seconds(options.tp_timeout);
+  int exit_code = 0;
+  std::unique_ptr<RankGroup> ranks;
+  try {
+    check_checkpoint(options.model);
+    ranks = std::make_unique<RankGroup>(place, args, meeting);
+    serve_as_rank(options, *ranks, output);
+  } catch (const std::exception& error) {
+    const std::string message = ranks ? last_words(*ranks, error.what()) : error.what();
+    exit_code = report(place.rank == 0 ? message : "on rank " + std::to_string(place.rank) + ": " + message, 1);
+  }
+  if (ranks) ranks->processes().wait(std::chrono::milliseconds(exit_code == 0 ? 0 : 1000));
+  std::fflush(nullptr);
+  _exit(exit_code);
 }
 
 int run(const std::vector<std::string>& args) {
@@ -53,7 +119,9 @@ int run(const std::vector<std::string>& args) {
       std::cout << help_text();
       return 0;
     }
-    serve(options);
+    const RankPlace place = resolve_place(options, process_environment);
+    if (place.size > 1) run_rank(options, args, place);
+    serve_alone(options, place);
     return 0;
   } catch (const OptionError& error) {
     return report(error.what(), 2);

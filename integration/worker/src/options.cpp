@@ -20,8 +20,13 @@ void check_together(const WorkerOptions& options) {
                "; it must be at least --max_seqs_per_batch, " + std::to_string(options.max_seqs_per_batch) +
                ", so that every running sequence gets its token in each step");
   }
-  if (options.enable_graph) {
+  const bool is_native = options.model_impl == "native";
+  if (options.enable_graph && !is_native) {
     contradict("--enable_graph=true is for a native model; with --model_impl=python use --python_graph_backend");
+  }
+  if (options.python_graph_backend != "off" && is_native) {
+    contradict("--python_graph_backend=" + options.python_graph_backend +
+               " is for a Python model; with --model_impl=native use --enable_graph");
   }
   parse_device(options);
 }

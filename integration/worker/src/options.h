@@ -30,6 +30,13 @@ struct WorkerOptions {
   std::optional<int64_t> num_blocks;
   std::optional<ByteSize> kv_cache_memory;
   std::optional<int64_t> max_model_len;
+  std::optional<int64_t> tp_size;
+  std::optional<int64_t> tp_rank;
+  std::string tp_host = "127.0.0.1";
+  std::optional<int64_t> tp_port;
+  std::string tp_backend = "auto";
+  int64_t tp_start_timeout = 300;
+  int64_t tp_timeout = 60;
   std::string config;
   bool help = false;
 };

@@ -59,6 +59,13 @@ std::vector<int32_t> read_token_ids(const json& value, const std::string& field,
   return ids;
 }
 
+void read_bool(const json& object, const std::string& field, bool& target) {
+  if (!object.contains(field)) return;
+  const json& value = object.at(field);
+  if (!value.is_boolean()) refuse_value(field, value, "true or false");
+  target = value.get<bool>();
+}
+
 void check_length(int64_t num_tokens, const RequestLimits& limits) {
   if (num_tokens == 0) refuse("token_ids is empty; expected at least 1 token");
   if (num_tokens >= limits.max_model_len) {
@@ -74,7 +81,7 @@ void check_length(int64_t num_tokens, const RequestLimits& limits) {
 
 Request read_request(const json& object, int64_t line, const RequestLimits& limits) {
   check_keys(object,
-             {"id", "token_ids", "max_tokens", "stop_token_ids", "ignore_eos"},
+             {"id", "token_ids", "max_tokens", "stop_token_ids", "ignore_eos", "show_logits"},
              {"id", "token_ids", "max_tokens"});
   Request request;
   request.line = line;
@@ -91,19 +98,17 @@ Request read_request(const json& object, int64_t line, const RequestLimits& limi
   if (object.contains("stop_token_ids")) {
     request.stop_token_ids = read_token_ids(object.at("stop_token_ids"), "stop_token_ids", limits.vocab_size);
   }
-  if (object.contains("ignore_eos")) {
-    const json& ignore_eos = object.at("ignore_eos");
-    if (!ignore_eos.is_boolean()) refuse_value("ignore_eos", ignore_eos, "true or false");
-    request.ignore_eos = ignore_eos.get<bool>();
-  }
+  read_bool(object, "ignore_eos", request.ignore_eos);
+  read_bool(object, "show_logits", request.show_logits);
   return request;
 }
 
-StatsCommand read_command(const json& object) {
+decltype(InputLine::content) read_command(const json& object) {
   check_keys(object, {"command"}, {});
   const json& command = object.at("command");
-  if (command != "stats") refuse_value("command", command, "\"stats\"");
-  return {};
+  if (command == "stats") return StatsCommand{};
+  if (command == "pause" || command == "resume") return PauseCommand{command == "pause"};
+  refuse_value("command", command, "\"stats\", \"pause\" or \"resume\"");
 }
 
 std::string to_line(const ordered_json& event) {
@@ -144,8 +149,10 @@ std::string ready_event(const ServerFacts& facts) {
                   {"eos_token_ids", facts.eos_token_ids}});
 }
 
-std::string token_event(const std::string& id, int32_t token) {
-  return to_line({{"id", id}, {"token_ids", {token}}});
+std::string token_event(const std::string& id, const NextToken& token) {
+  ordered_json event = {{"id", id}, {"token_ids", {token.id}}};
+  if (token.logits) event["logits"] = {{"digest", token.logits->digest}, {"top", token.logits->top}};
+  return to_line(event);
 }
 
 std::string finished_event(const Sequence& sequence, std::string_view finish_reason) {

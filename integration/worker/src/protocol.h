@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "sequence.h"
+#include "step_model.h"
 
 namespace xllm::worker {
 
@@ -22,6 +23,11 @@ struct RequestLimits {
 
 struct StatsCommand {};
 
+// No step runs while paused; what comes meanwhile enters one batch, whatever the timing.
+struct PauseCommand {
+  bool pause;  // false: resume
+};
+
 // A line that is no valid request; the id is known when the line has one.
 struct InvalidLine {
   std::optional<std::string> id;
@@ -30,7 +36,7 @@ struct InvalidLine {
 
 struct InputLine {
   int64_t number = 0;  // from 1
-  std::variant<Request, StatsCommand, InvalidLine> content;
+  std::variant<Request, StatsCommand, PauseCommand, InvalidLine> content;
 };
 
 InputLine parse_input_line(std::string_view text, int64_t number, const RequestLimits& limits);
@@ -49,7 +55,7 @@ struct ServerFacts {
 
 // Events; each is one line with its line feed.
 std::string ready_event(const ServerFacts& facts);
-std::string token_event(const std::string& id, int32_t token);
+std::string token_event(const std::string& id, const NextToken& token);
 std::string finished_event(const Sequence& sequence, std::string_view finish_reason);
 std::string error_event(const std::optional<std::string>& id,
                         int64_t line,

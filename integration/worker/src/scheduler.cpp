@@ -63,6 +63,13 @@ void Scheduler::preempt_youngest() {
   ++num_preemptions_;
 }
 
+std::vector<const Sequence*> Scheduler::all() const {
+  std::vector<const Sequence*> sequences;
+  for (const auto& sequence : running_) sequences.push_back(sequence.get());
+  for (const auto& sequence : waiting_) sequences.push_back(sequence.get());
+  return sequences;
+}
+
 void Scheduler::remove(const Sequence& sequence) {
   const auto found =
       std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return other.get() == &sequence; });

@@ -30,6 +30,9 @@ class Scheduler {
   // Takes a running sequence out and frees its pages.
   void remove(const Sequence& sequence);
 
+  // Running and waiting ones, in order of arrival.
+  std::vector<const Sequence*> all() const;
+
   bool has_work() const { return !running_.empty() || !waiting_.empty(); }
   int64_t num_running() const { return static_cast<int64_t>(running_.size()); }
   int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }

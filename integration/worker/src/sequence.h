@@ -14,6 +14,7 @@ struct Request {
   int64_t max_tokens = 0;
   std::vector<int32_t> stop_token_ids;
   bool ignore_eos = false;
+  bool show_logits = false;
 };
 
 struct Sequence {

@@ -22,18 +22,52 @@ BatchEntry to_entry(const ScheduledSequence& scheduled) {
   };
 }
 
+std::vector<NextToken> sample(const at::Tensor& logits, std::span<const ScheduledSequence> batch) {
+  const std::vector<int32_t> ids = sample_greedy(logits);
+  std::vector<NextToken> tokens;
+  tokens.reserve(ids.size());
+  for (const ScheduledSequence& part : batch) {
+    if (!part.needs_token()) continue;
+    const size_t row = tokens.size();
+    tokens.push_back({ids.at(row)});
+    if (part.sequence->request.show_logits && tokens.back().id != StepModel::kNotANumber) {
+      tokens.back().logits = summarize(logits[static_cast<int64_t>(row)]);
+    }
+  }
+  return tokens;
+}
+
 }  // namespace
 
-TorchStepModel::TorchStepModel(std::unique_ptr<TensorModel> model, int64_t block_size, at::Device device)
-    : model_(std::move(model)), block_size_(block_size), device_(device) {}
-
-std::vector<int32_t> TorchStepModel::step(std::span<const ScheduledSequence> scheduled) {
-  std::vector<BatchEntry> entries;
-  entries.reserve(scheduled.size());
-  for (const ScheduledSequence& part : scheduled) entries.push_back(to_entry(part));
+at::Tensor StepExecutor::execute(std::span<const BatchEntry> entries) {
   try {
-    const Batch batch = build_batch(entries, block_size_, device_);
-    return sample_greedy(model_->execute(batch));
+    return model_->execute(build_batch(entries, block_size_, device_));
+  } catch (const c10::Error& error) {
+    throw std::runtime_error(error.what_without_backtrace());
+  }
+}
+
+std::vector<NextToken> TorchStepModel::step(std::span<const ScheduledSequence> batch) {
+  std::vector<BatchEntry> entries;
+  entries.reserve(batch.size());
+  for (const ScheduledSequence& part : batch) entries.push_back(to_entry(part));
+  if (relay_ == nullptr) return compute(batch, entries);
+  relay_->begin(entries);
+  try {
+    std::vector<NextToken> tokens = compute(batch, entries);
+    relay_->end();
+    return tokens;
+  } catch (const std::exception& error) {
+    relay_->fail(error.what());
+    throw;
+  }
+}
+
+std::vector<NextToken> TorchStepModel::compute(std::span<const ScheduledSequence> batch,
+                                               std::span<const BatchEntry> entries) {
+  const at::Tensor logits = executor_.execute(entries);
+  try {
+    return sample(logits, batch);
   } catch (const c10::Error& error) {
     throw std::runtime_error(error.what_without_backtrace());
   }

@@ -1,0 +1,201 @@
+#include "model_host.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <utility>
+
+#include "kv_cache.h"
+#include "xllm/executor/native_state.h"
+#include "xllm/executor/python_runtime.h"
+#include "xllm/metadata/attention_metadata.h"
+#include "xllm/metadata/version.h"
+
+namespace xllm::worker {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+std::vector<std::string> split_path(const std::string& text) {
+  std::vector<std::string> folders;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(':', begin), text.size());
+    if (end > begin) folders.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  for (const std::string& folder : folders) {
+    if (!fs::is_directory(folder)) {
+      throw std::runtime_error("--python_model_path: " + folder + " is not a directory");
+    }
+  }
+  return folders;
+}
+
+// After Python has imported torch, which brings its CUDA part in where there is one. Without an index, each rank takes the
+// device of its number.
+at::Device resolve_device(const WorkerOptions& options, const RankPlace& place) {
+  const DeviceChoice choice = parse_device(options);
+  if (choice.kind == DeviceChoice::Kind::kCpu) return at::Device(at::kCPU);
+  const int64_t num_devices = at::detail::getCUDAHooks().hasCUDA() ? at::detail::getCUDAHooks().getNumGPUs() : 0;
+  const bool may_use_cpu = choice.kind == DeviceChoice::Kind::kAuto && !choice.index_is_given;
+  if (num_devices == 0 && may_use_cpu) return at::Device(at::kCPU);
+  const int64_t index = choice.index_is_given ? choice.index : place.local_rank;
+  if (index >= num_devices) {
+    throw std::runtime_error("device cuda:" + std::to_string(index) + " is not there: torch sees " +
+                             std::to_string(num_devices) + " CUDA devices");
+  }
+  if (choice.index_is_given && place.size > 1 && options.tp_backend != "gloo") {
+    throw std::runtime_error("--device names one device for all " + std::to_string(place.size) +
+                             " ranks, which nccl refuses: use --device=cuda, or --tp_backend=gloo");
+  }
+  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index));
+}
+
+// The ranks of one machine share its cores, unless the user has divided them.
+void share_threads(const RankPlace& place) {
+  if (place.size > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) {
+    at::set_num_threads(static_cast<int>(std::max<int64_t>(1, at::get_num_threads() / place.size)));
+  }
+}
+
+std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return "float32";
+    case at::kBFloat16: return "bfloat16";
+    case at::kHalf: return "float16";
+    default: return at::toString(dtype);
+  }
+}
+
+std::vector<std::vector<at::Tensor>> make_kv_caches(const LoadedModel& model, const ServerFacts& facts) {
+  const auto like = at::TensorOptions().dtype(model.dtype()).device(model.device());
+  std::vector<std::vector<at::Tensor>> caches;
+  try {
+    for (const executor::CacheShape& layer : model.cache_shapes()) {
+      const auto make = [&] {
+        return at::empty({facts.num_blocks, facts.block_size, layer.num_kv_heads, layer.head_dim}, like);
+      };
+      caches.push_back({make(), make()});
+    }
+  } catch (const c10::Error& error) {
+    throw std::runtime_error("a KV cache of " + std::to_string(facts.num_blocks) + " pages of " +
+                             std::to_string(facts.block_size) +
+                             " tokens does not fit into memory: " + error.what_without_backtrace());
+  }
+  return caches;
+}
+
+// Whether the message of a Python exception tells a user what to change. Anything else is a fault, whose type and
+// traceback help more.
+bool speaks_to_user(const std::string& type) {
+  if (type.starts_with("xllm_")) return true;  // the packages' own
+  for (const char* name : {"ValueError", "RuntimeError", "FileNotFoundError", "NotADirectoryError", "PermissionError"}) {
+    if (type == name) return true;
+  }
+  return false;
+}
+
+template <class T>
+nlohmann::json to_json(const T& value) {
+  return value;
+}
+template <class T>
+nlohmann::json to_json(const std::optional<T>& value) {
+  return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
+}
+
+}  // namespace
+
+void check_checkpoint(const std::string& path) {
+  if (!fs::is_directory(path)) throw std::runtime_error("--model=" + path + " is not a directory");
+  if (!fs::is_regular_file(fs::path(path) / "config.json")) {
+    throw std::runtime_error("--model=" + path + " has no config.json");
+  }
+}
+
+void start_python(const WorkerOptions& options) {
+  for_user([&] {
+    executor::PythonRuntime::start({options.python_executable, split_path(options.python_model_path)});
+  });
+}
+
+std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const RankPlace& place) {
+  return for_user([&] {
+    share_threads(place);
+    executor::LoadOptions load;
+    load.model_path = options.model;
+    load.device = resolve_device(options, place).str();
+    load.dtype = options.dtype == "auto" ? "" : options.dtype;
+    load.progress = isatty(STDERR_FILENO) == 1 && place.rank == 0;
+    ParallelArgs parallel;
+    parallel.tp_rank(place.rank).tp_size(place.size).host(place.host).port(place.port);
+    return options.model_impl == "native" ? load_native_model(load, parallel) : load_python_model(load, parallel);
+  });
+}
+
+ServerFacts make_facts(const WorkerOptions& options, const LoadedModel& model) {
+  int64_t bytes_per_token = 0;
+  for (const executor::CacheShape& shape : model.cache_shapes()) {
+    bytes_per_token += 2 * shape.num_kv_heads * shape.head_dim * static_cast<int64_t>(at::elementSize(model.dtype()));
+  }
+  ServerFacts facts;
+  facts.model_type = model.args().model_type();
+  facts.dtype = dtype_name(model.dtype());
+  facts.device = model.device().str();
+  facts.vocab_size = model.args().vocab_size();
+  facts.max_model_len = choose_max_model_len(options, model.args().max_position_embeddings());
+  facts.num_blocks = choose_num_blocks(options, bytes_per_token, facts.max_model_len);
+  facts.block_size = options.block_size;
+  facts.eos_token_ids = model.args().eos_token_ids();
+  return facts;
+}
+
+std::unique_ptr<TensorModel> prepare_model(const WorkerOptions& options,
+                                           const ServerFacts& facts,
+                                           LoadedModel& model,
+                                           const std::optional<executor::TensorParallelGroup>& group) {
+  return for_user([&] { return model.prepare(options, facts, make_kv_caches(model, facts), group); });
+}
+
+nlohmann::json rank_facts(const WorkerOptions& options, const ServerFacts& facts, const LoadedModel& model) {
+  nlohmann::json result = {{"model_impl", options.model_impl},
+                           {"python_graph_backend", options.python_graph_backend},
+                           {"enable_graph", options.enable_graph},
+                           {"max_seqs_per_batch", options.max_seqs_per_batch},
+                           {"max_tokens_per_batch", options.max_tokens_per_batch},
+                           {"tp_backend", options.tp_backend},
+                           {"dtype", facts.dtype},
+                           {"device", at::DeviceTypeName(model.device().type(), /*lower_case=*/true)},
+                           {"max_model_len", facts.max_model_len},
+                           {"num_blocks", facts.num_blocks},
+                           {"block_size", facts.block_size},
+                           {"torch", TORCH_VERSION}};
+  std::string contract = std::to_string(kContractVersionMajor) + "." + std::to_string(kContractVersionMinor);
+  for_each_property_of<AttentionMetadata>([&](auto property) { contract.append(1, ' ').append(property.name); });
+  result["step_contract"] = contract;
+  for_each_property(model.args(), [&](std::string_view name, const auto& value) {
+    result["config " + std::string(name)] = to_json(value);
+  });
+  for (const auto& [name, digest] : for_user([&] { return executor::checkpoint_digests(options.model); })) {
+    result["weights " + name] = digest;
+  }
+  return result;
+}
+
+void explain(const executor::PythonError& error) {
+  if (speaks_to_user(error.type())) throw std::runtime_error(error.message());
+  std::fprintf(stderr, "%s\n", error.traceback().c_str());
+}
+
+}  // namespace xllm::worker

@@ -1,0 +1,77 @@
+// Llama and Qwen3 in C++: the layers of xllm_models in the same order, on the same tensors. Owns neither cache nor runner.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "native/attention.h"
+#include "native/collectives.h"
+#include "xllm/executor/native_state.h"
+
+namespace xllm::worker::native {
+
+// What a step's layers attend with.
+struct AttentionStep {
+  at::Tensor slots;                                   // [T] int64
+  std::vector<std::unique_ptr<AttentionPlan>> plans;  // one a group
+};
+
+// Throws std::runtime_error for an architecture or a feature that is not served here.
+void check_served(const executor::NativeState& state);
+
+// T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+class CausalLM {
+ public:
+  CausalLM(executor::NativeState state, Collectives collectives);
+
+  // tokens, positions [T] int32 -> hidden [T, hidden].
+  at::Tensor forward(const at::Tensor& tokens,
+                     const at::Tensor& positions,
+                     const AttentionStep& attention,
+                     const std::vector<KvCache>& caches);
+
+  // hidden [T, hidden] -> logits [n, vocab] of the rows `selected` [n], of all without.
+  at::Tensor compute_logits(const at::Tensor& hidden, const std::optional<at::Tensor>& selected);
+
+  // Groups of layers with equal attention; an AttentionStep has a plan for each.
+  const std::vector<AttentionLayer>& groups() const { return groups_; }
+
+  at::ScalarType dtype() const { return dtype_; }
+  Collectives& collectives() { return collectives_; }
+
+ private:
+  struct Layer {
+    size_t group = 0;
+    AttentionLayer attention;
+    at::Tensor input_norm, post_attention_norm;
+    at::Tensor qkv, qkv_bias, o, o_bias;
+    at::Tensor q_norm, k_norm;  // undefined: none
+    at::Tensor gate_up, gate_up_bias, down, down_bias;
+  };
+  struct Rotation {
+    at::Tensor cos, sin;
+  };
+
+  Layer make_layer(const executor::NativeState& state, size_t layer_id);
+  at::Tensor embed(const at::Tensor& tokens);
+  at::Tensor attend(const Layer& layer,
+                    const at::Tensor& hidden,
+                    const Rotation& rotation,
+                    const AttentionStep& attention,
+                    const KvCache& cache) const;
+  at::Tensor sum_over_ranks(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
+
+  Collectives collectives_;
+  at::ScalarType dtype_;
+  double rms_norm_eps_;
+  int64_t vocab_size_;
+  at::Tensor embedding_, rotary_table_, final_norm_, head_;
+  std::vector<Layer> layers_;
+  std::vector<AttentionLayer> groups_;
+};
+
+}  // namespace xllm::worker::native

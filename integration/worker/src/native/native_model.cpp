@@ -1,0 +1,59 @@
+// The native model as the worker loads it: tensors from the Python loader, steps in C++.
+#include <utility>
+
+#include "model_host.h"
+#include "native/runner.h"
+#include "xllm/executor/native_state.h"
+
+namespace xllm::worker {
+
+namespace {
+
+class LoadedNativeModel : public LoadedModel {
+ public:
+  LoadedNativeModel(executor::NativeState state, const ParallelArgs& parallel)
+      : args_(state.args), dtype_(state.dtype), device_(state.device), parallel_(parallel), state_(std::move(state)) {
+    native::check_served(state_);
+  }
+
+  const ModelArgs& args() const override { return args_; }
+  at::ScalarType dtype() const override { return dtype_; }
+  at::Device device() const override { return device_; }
+
+  std::vector<executor::CacheShape> cache_shapes() const override {
+    std::vector<executor::CacheShape> shapes;
+    for (const executor::AttentionLayer& layer : state_.layers) shapes.push_back({layer.num_kv_heads, layer.head_dim});
+    return shapes;
+  }
+
+  std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
+                                       const ServerFacts& facts,
+                                       std::vector<std::vector<at::Tensor>> caches,
+                                       const std::optional<executor::TensorParallelGroup>& group) override {
+    native::Collectives collectives;
+    if (group) collectives = native::Collectives(group->name(), parallel_.tp_rank(), parallel_.tp_size());
+    std::vector<native::KvCache> kv;
+    for (std::vector<at::Tensor>& layer : caches) kv.push_back({std::move(layer[0]), std::move(layer[1])});
+    return std::make_unique<native::Runner>(native::CausalLM(std::move(state_), std::move(collectives)),
+                                            std::move(kv),
+                                            native::RunnerLimits{.max_num_seqs = options.max_seqs_per_batch,
+                                                                 .max_num_tokens = options.max_tokens_per_batch,
+                                                                 .max_model_len = facts.max_model_len,
+                                                                 .in_graph_shapes = options.enable_graph});
+  }
+
+ private:
+  ModelArgs args_;
+  at::ScalarType dtype_;
+  at::Device device_;
+  ParallelArgs parallel_;
+  executor::NativeState state_;
+};
+
+}  // namespace
+
+std::unique_ptr<LoadedModel> load_native_model(const executor::LoadOptions& options, const ParallelArgs& parallel) {
+  return std::make_unique<LoadedNativeModel>(executor::load_native_state(options, parallel), parallel);
+}
+
+}  // namespace xllm::worker

@@ -1,0 +1,307 @@
+#include "ranks/link.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+namespace xllm::worker {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kTick{100};
+constexpr milliseconds kSignInterval{500};
+constexpr milliseconds kLastWords{200};  // to a rank that may be stuck itself
+constexpr size_t kHeaderSize = 1 + sizeof(uint64_t);
+
+std::string header(FrameType type, size_t size) {
+  std::string text(kHeaderSize, '\0');
+  text[0] = static_cast<char>(type);
+  const uint64_t length = size;
+  std::memcpy(text.data() + 1, &length, sizeof(length));
+  return text;
+}
+
+// The first whole frame of the bytes, taken out of them.
+std::optional<Frame> next_frame(std::string& bytes) {
+  if (bytes.size() < kHeaderSize) return std::nullopt;
+  uint64_t length = 0;
+  std::memcpy(&length, bytes.data() + 1, sizeof(length));
+  if (bytes.size() - kHeaderSize < length) return std::nullopt;
+  Frame frame{static_cast<FrameType>(bytes[0]), bytes.substr(kHeaderSize, length)};
+  bytes.erase(0, kHeaderSize + length);
+  return frame;
+}
+
+// A sign of life that the other end does not take now, it will not miss; but a begun one must be ended.
+void send_sign(const Socket& socket, const std::string& bytes, milliseconds limit) {
+  const ssize_t count = ::send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (count > 0 && static_cast<size_t>(count) < bytes.size()) {
+    write_all(socket, bytes.substr(static_cast<size_t>(count)), limit);
+  }
+}
+
+std::string rank_name(int64_t rank) { return "rank " + std::to_string(rank); }
+
+std::string seconds(milliseconds time) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g s", static_cast<double>(time.count()) / 1000);
+  return text;
+}
+
+}  // namespace
+
+bool write_frame(const Socket& socket, FrameType type, std::string_view payload, milliseconds limit) {
+  std::string bytes = header(type, payload.size());
+  bytes.append(payload);
+  return write_all(socket, bytes, limit);
+}
+
+std::optional<Frame> read_frame(const Socket& socket, milliseconds limit) {
+  const auto deadline = Clock::now() + limit;
+  std::string bytes;
+  while (true) {
+    if (std::optional<Frame> frame = next_frame(bytes)) return frame;
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
+    pollfd entry{socket.fd(), POLLIN, 0};
+    if (left.count() <= 0 || poll(&entry, 1, static_cast<int>(left.count())) <= 0) return std::nullopt;
+    char byte = 0;  // no further: what comes next is for the link
+    if (recv(socket.fd(), &byte, 1, 0) != 1) return std::nullopt;
+    bytes.push_back(byte);
+  }
+}
+
+RankLink::RankLink(int64_t rank, std::map<int64_t, Socket> peers, LinkOptions options)
+    : rank_(rank), options_(std::move(options)) {
+  for (auto& [peer_rank, socket] : peers) {
+    auto peer = std::make_unique<Peer>();
+    peer->rank = peer_rank;
+    peer->socket = std::move(socket);
+    peer->last_heard = Clock::now();
+    peers_.emplace(peer_rank, std::move(peer));
+  }
+  last_sign_ = Clock::now();
+  thread_ = std::thread([this] { watch(); });
+}
+
+RankLink::~RankLink() {
+  is_stopping_ = true;
+  thread_.join();
+}
+
+void RankLink::send(int64_t to, FrameType type, std::string_view payload) {
+  if (write(peer(to), type, payload)) return;
+  // The watch sees it too, and knows more of it.
+  throw RankFailure(failure(options_.grace).value_or(rank_name(to) + " takes no more messages"));
+}
+
+void RankLink::send_all(FrameType type, std::string_view payload) {
+  for (const auto& [rank, peer] : peers_) send(rank, type, payload);
+}
+
+bool RankLink::write(Peer& to, FrameType type, std::string_view payload) {
+  const std::lock_guard lock(to.writing);
+  return write_frame(to.socket, type, payload, options_.silence);
+}
+
+Frame RankLink::receive(int64_t from, std::optional<milliseconds> limit, std::string_view what) {
+  Peer& source = peer(from);
+  std::unique_lock lock(mutex_);
+  const auto has_news = [&] { return failure_ || !source.frames.empty(); };
+  if (limit) {
+    if (!has_news_.wait_for(lock, *limit, has_news)) {
+      throw RankFailure(rank_name(from) + " " + std::string(what) + " within " + seconds(*limit));
+    }
+  } else {
+    has_news_.wait(lock, has_news);
+  }
+  if (source.frames.empty()) throw RankFailure(*failure_);
+  Frame frame = std::move(source.frames.front());
+  source.frames.pop_front();
+  return frame;
+}
+
+void RankLink::begin_step() {
+  const std::lock_guard lock(mutex_);
+  if (failure_) throw RankFailure(*failure_);
+  for (const auto& [rank, peer] : peers_) {
+    // This rank is past those steps and the other is not: their caches differ from now on.
+    if (peer->failed_steps.empty()) continue;
+    const auto& [number, message] = *peer->failed_steps.begin();
+    throw RankFailure(rank_name(rank) + " failed in step " + std::to_string(number) + ": " + message);
+  }
+  ++num_begun_;
+  step_began_ = Clock::now();
+}
+
+void RankLink::end_step() {
+  const std::lock_guard lock(mutex_);
+  num_done_ = num_begun_;
+}
+
+void RankLink::check_all_failed(const std::string& message) {
+  std::unique_lock lock(mutex_);
+  const int64_t step = num_begun_;
+  for (const auto& [rank, peer] : peers_) {
+    has_news_.wait_for(lock, options_.grace, [&] { return failure_ || peer->num_done >= step; });
+    if (failure_) throw RankFailure(*failure_);
+    if (peer->failed_steps.erase(step) == 0) {
+      throw RankFailure(rank_name(rank_) + " failed in step " + std::to_string(step) + ", " + rank_name(rank) +
+                        " did not: " + message);
+    }
+  }
+}
+
+std::optional<std::string> RankLink::failure(milliseconds wait) {
+  std::unique_lock lock(mutex_);
+  has_news_.wait_for(lock, wait, [&] { return failure_.has_value(); });
+  return failure_;
+}
+
+void RankLink::abort(const std::string& message) {
+  is_ending_ = true;
+  tell(message);
+}
+
+void RankLink::tell(const std::string& message) {
+  for (const auto& [rank, peer] : peers_) {
+    const std::unique_lock lock(peer->writing, std::try_to_lock);
+    if (lock) write_frame(peer->socket, FrameType::kAbort, message, kLastWords);
+  }
+}
+
+void RankLink::watch() {
+  while (!is_stopping_) {
+    std::vector<Peer*> open;
+    std::vector<pollfd> entries;
+    for (const auto& [rank, peer] : peers_) {
+      if (!peer->is_open) continue;
+      open.push_back(peer.get());
+      entries.push_back({peer->socket.fd(), POLLIN, 0});
+    }
+    poll(entries.data(), entries.size(), static_cast<int>(kTick.count()));
+    for (size_t i = 0; i < entries.size(); ++i) {
+      if (entries[i].revents != 0) read_from(*open[i]);
+    }
+    const auto now = Clock::now();
+    if (now - last_sign_ >= kSignInterval) send_signs_of_life();
+    const std::unique_lock lock(mutex_);
+    look_for_silence(now);
+    look_for_failed_steps(now);
+    look_for_stuck_steps(now);
+    if (failure_ && now - failed_at_ > options_.grace) {
+      // The thread that serves is stuck in something that the lost rank was part of. Nothing of it can be saved.
+      std::fprintf(stderr, "error: %s\n", failure_->c_str());
+      std::fflush(nullptr);
+      _exit(1);
+    }
+  }
+}
+
+void RankLink::read_from(Peer& from) {
+  std::array<char, 1 << 16> chunk;
+  const ssize_t count = recv(from.socket.fd(), chunk.data(), chunk.size(), MSG_DONTWAIT);
+  if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  const std::unique_lock lock(mutex_);
+  if (count <= 0) {
+    from.is_open = false;
+    lose(from);
+    return;
+  }
+  from.last_heard = Clock::now();
+  from.inbound.append(chunk.data(), static_cast<size_t>(count));
+  while (std::optional<Frame> frame = next_frame(from.inbound)) take(from, std::move(*frame));
+}
+
+void RankLink::take(Peer& from, Frame frame) {
+  switch (frame.type) {
+    case FrameType::kAlive:
+      std::memcpy(&from.num_begun, frame.payload.data(), sizeof(int64_t));
+      return;
+    case FrameType::kDone:
+      from.num_begun = from.num_done = from.num_done + 1;
+      if (!frame.payload.empty()) {
+        from.failed_steps[from.num_done] = frame.payload;
+        from.failed_at = from.last_heard;
+      }
+      break;
+    case FrameType::kAbort:
+      fail(frame.payload);
+      return;
+    default: from.frames.push_back(std::move(frame));
+  }
+  has_news_.notify_all();
+}
+
+void RankLink::send_signs_of_life() {
+  last_sign_ = Clock::now();
+  std::string bytes = header(FrameType::kAlive, sizeof(int64_t));
+  {
+    const std::lock_guard lock(mutex_);
+    bytes.append(reinterpret_cast<const char*>(&num_begun_), sizeof(num_begun_));
+  }
+  for (const auto& [rank, peer] : peers_) {
+    const std::unique_lock lock(peer->writing, std::try_to_lock);
+    // A peer that something else is being written to will hear that.
+    if (peer->is_open && lock) send_sign(peer->socket, bytes, kTick);
+  }
+}
+
+void RankLink::look_for_silence(Clock::time_point now) {
+  for (const auto& [rank, peer] : peers_) {
+    if (peer->is_open && !is_ending_ && now - peer->last_heard > options_.silence) {
+      fail(rank_name(rank) + " gave no sign of life for " + seconds(options_.silence));
+    }
+  }
+}
+
+// A step that failed on all ranks is taken out by check_all_failed.
+void RankLink::look_for_failed_steps(Clock::time_point now) {
+  for (const auto& [rank, peer] : peers_) {
+    if (peer->failed_steps.empty() || now - peer->failed_at <= options_.grace) continue;
+    const auto& [number, message] = *peer->failed_steps.begin();
+    fail(rank_name(rank) + " failed in step " + std::to_string(number) + ": " + message);
+  }
+}
+
+void RankLink::look_for_stuck_steps(Clock::time_point now) {
+  if (rank_ != 0 || num_done_ == num_begun_) return;
+  if (now - step_began_ <= options_.silence) return;
+  std::string late;
+  for (const auto& [rank, peer] : peers_) {
+    if (peer->num_begun < num_begun_) late += (late.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  fail("step " + std::to_string(num_begun_) + " did not end within " + seconds(options_.silence) +
+           (late.empty() ? ": all ranks are in it" : "; not begun on rank " + late));
+}
+
+void RankLink::lose(Peer& lost) {
+  if (is_ending_) {
+    has_news_.notify_all();
+    return;
+  }
+  std::string how;
+  // The system tells a little later than the connection.
+  for (int i = 0; i < 20 && how.empty(); ++i) {
+    how = options_.ending(lost.rank);
+    if (how.empty()) std::this_thread::sleep_for(milliseconds(10));
+  }
+  fail(rank_name(lost.rank) + " is gone: " + (how.empty() ? "its connection closed" : how));
+}
+
+void RankLink::fail(const std::string& message) {
+  if (failure_) return;
+  failure_ = message;
+  failed_at_ = Clock::now();
+  has_news_.notify_all();
+  if (rank_ == 0) tell(message);
+}
+
+}  // namespace xllm::worker

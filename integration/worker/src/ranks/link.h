@@ -1,0 +1,129 @@
+// What holds the ranks of one model together: rank 0's connection to every other, the frames on it, and the watch that ends
+// all of them when one has gone, hangs or fails. It knows no tensors and no Python, so it works while those are stuck.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include "ranks/socket.h"
+#include "step_model.h"
+
+namespace xllm::worker {
+
+enum class FrameType : uint8_t {
+  kHello = 1,  // follower: who it is
+  kFacts,      // follower: what it loaded
+  kGo,         // leader: all agree
+  kStep,       // leader: a step
+  kDone,       // follower: its step is over; a payload says what went wrong
+  kAskStats,   // leader
+  kStats,      // follower
+  kEnd,        // leader: no more steps; follower: it goes
+  kAbort,      // either: all must end, and why
+  kAlive,      // either, all the time: a sign of life, with the follower's progress
+};
+
+struct Frame {
+  FrameType type;
+  std::string payload;
+};
+
+// One frame on a connection that no link watches yet. False, or nullopt, when the other end has gone or takes too long.
+bool write_frame(const Socket& socket, FrameType type, std::string_view payload, std::chrono::milliseconds limit);
+std::optional<Frame> read_frame(const Socket& socket, std::chrono::milliseconds limit);
+
+struct LinkOptions {
+  std::chrono::milliseconds silence{60000};  // without a sign of life, and of one step, until a rank is given up
+  std::chrono::milliseconds grace{3000};     // from a failure until the process ends, whatever it is stuck in
+  // What the system knows of a rank that has gone ("killed by signal 9"); may be empty. Called in the link's thread.
+  std::function<std::string(int64_t rank)> ending = [](int64_t) { return std::string(); };
+};
+
+// Of one process. Rank 0 has a peer for every other rank, those have rank 0.
+class RankLink {
+ public:
+  RankLink(int64_t rank, std::map<int64_t, Socket> peers, LinkOptions options);
+  ~RankLink();
+  RankLink(const RankLink&) = delete;
+  RankLink& operator=(const RankLink&) = delete;
+
+  int64_t rank() const { return rank_; }
+
+  // Throw RankFailure when the ranks cannot go on.
+  void send(int64_t peer, FrameType type, std::string_view payload = {});
+  void send_all(FrameType type, std::string_view payload = {});
+  // The peer's next frame. With a limit, `what` says what did not happen within it.
+  Frame receive(int64_t peer, std::optional<std::chrono::milliseconds> limit = std::nullopt, std::string_view what = {});
+
+  // Around each step, so that one that does not end is noticed.
+  void begin_step();
+  void end_step();
+
+  // Leader, when its own step failed: returns when it failed on all ranks, which can then go on; else throws RankFailure.
+  void check_all_failed(const std::string& message);
+
+  // Why the ranks cannot go on; waits up to `wait` for the watch to notice.
+  std::optional<std::string> failure(std::chrono::milliseconds wait);
+
+  // Tells the peers that this rank fails, and why.
+  void abort(const std::string& message);
+
+  // From now on peers may leave.
+  void expect_end() { is_ending_ = true; }
+
+ private:
+  struct Peer {
+    int64_t rank = 0;
+    Socket socket;
+    std::mutex writing;
+    std::string inbound;
+    std::deque<Frame> frames;
+    Clock::time_point last_heard;
+    bool is_open = true;
+    int64_t num_begun = 0, num_done = 0;          // steps
+    std::map<int64_t, std::string> failed_steps;  // number to message
+    Clock::time_point failed_at;                  // the last of them
+  };
+
+  void watch();
+  void read_from(Peer& peer);
+  void take(Peer& peer, Frame frame);
+  void send_signs_of_life();
+  void look_for_silence(Clock::time_point now);
+  void look_for_failed_steps(Clock::time_point now);
+  void look_for_stuck_steps(Clock::time_point now);
+  void lose(Peer& peer);
+  void fail(const std::string& message);
+  void tell(const std::string& message);
+  bool write(Peer& peer, FrameType type, std::string_view payload);
+  Peer& peer(int64_t rank) { return *peers_.at(rank); }
+
+  int64_t rank_;
+  LinkOptions options_;
+  std::map<int64_t, std::unique_ptr<Peer>> peers_;
+  std::atomic<bool> is_ending_{false};
+  std::atomic<bool> is_stopping_{false};
+
+  std::mutex mutex_;  // of all below and of the peers' frames and progress
+  std::condition_variable has_news_;
+  std::optional<std::string> failure_;
+  Clock::time_point failed_at_;
+  int64_t num_begun_ = 0, num_done_ = 0;
+  Clock::time_point step_began_;
+  Clock::time_point last_sign_;
+
+  std::thread thread_;
+};
+
+}  // namespace xllm::worker

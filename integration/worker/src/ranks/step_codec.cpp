@@ -1,0 +1,49 @@
+#include "ranks/step_codec.h"
+
+#include <cstring>
+#include <stdexcept>
+
+namespace xllm::worker {
+
+namespace {
+
+// Of one entry: cached tokens, wants logits, new tokens, pages; then those tokens and pages.
+constexpr size_t kEntryHeader = 4;
+
+}  // namespace
+
+std::string encode_step(std::span<const BatchEntry> entries) {
+  std::vector<int32_t> numbers;
+  for (const BatchEntry& entry : entries) {
+    numbers.insert(numbers.end(),
+                   {static_cast<int32_t>(entry.num_cached),
+                    entry.wants_logits ? 1 : 0,
+                    static_cast<int32_t>(entry.new_tokens.size()),
+                    static_cast<int32_t>(entry.blocks.size())});
+    numbers.insert(numbers.end(), entry.new_tokens.begin(), entry.new_tokens.end());
+    numbers.insert(numbers.end(), entry.blocks.begin(), entry.blocks.end());
+  }
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int32_t)};
+}
+
+DecodedStep::DecodedStep(std::string_view bytes) : numbers_(bytes.size() / sizeof(int32_t)) {
+  std::memcpy(numbers_.data(), bytes.data(), numbers_.size() * sizeof(int32_t));
+  std::span<const int32_t> rest = numbers_;
+  const auto take = [&](size_t count) {
+    if (rest.size() < count) throw std::runtime_error("a step from rank 0 is cut off");
+    const std::span<const int32_t> taken = rest.first(count);
+    rest = rest.subspan(count);
+    return taken;
+  };
+  while (!rest.empty()) {
+    const std::span<const int32_t> header = take(kEntryHeader);
+    BatchEntry entry;
+    entry.num_cached = header[0];
+    entry.wants_logits = header[1] != 0;
+    entry.new_tokens = take(static_cast<size_t>(header[2]));
+    entry.blocks = take(static_cast<size_t>(header[3]));
+    entries_.push_back(entry);
+  }
+}
+
+}  // namespace xllm::worker
