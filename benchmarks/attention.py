@@ -160,7 +160,7 @@ def decode_cell(num_seqs: int, context: int) -> dict[str, Any]:
 
 
 def prompt_case(name: str) -> dict[str, Any]:
-    """Times of one prefill or chunked step, per layer: on the device in a captured graph, and of the host's launches."""
+    """Times of one prefill or chunked step, per layer: on the device in a captured graph, and of the host."""
     q_lens, kv_lens = PROMPTS[name]
     caches = make_caches(sum(kv_lens))
     metadata = make_step(q_lens, kv_lens)

@@ -12,7 +12,6 @@ from ...spec import AttentionSpec
 from .append import Append, append_kernel
 from .attend import attend_kernel
 from .launch import Launcher, alignment
-from .tiles import StepKind
 from .workspace import WorkList, Workspace
 
 # True when the environment variable TRITON_INTERPRET was set as the kernels were defined.
@@ -67,13 +66,12 @@ class TritonBackend(AttentionBackend):
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         self._caches = tuple(caches)
         self._append, self._attend = Append(), Launcher(attend_kernel)
-        self._planned: dict[int, WorkList] = {}  # by group
         self._strides = tuple((*k.stride(), *v.stride()) for k, v in caches)
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):
-            self._lists = tuple({kind: self._work_list(spec, kind) for kind in StepKind} for spec in self.group_specs)
+            self._lists = {decode: self._work_lists(decode) for decode in (True, False)}
             self._workspace = Workspace(
-                [work for lists in self._lists for work in lists.values()],
+                (*self._lists[True], *self._lists[False]),
                 max_num_seqs=self.max_num_seqs,
                 max_num_tokens=self.max_num_tokens,
                 max_num_pages=self.max_num_seqs * -(-self.max_model_len // page_size),
@@ -90,14 +88,11 @@ class TritonBackend(AttentionBackend):
         self._num_rows = step.num_tokens if self._decode or indptr is None else int(indptr[-1])
 
     def _plan_group(self, step: Step, group: int) -> None:
-        work = self._lists[group][StepKind.of(step, self.group_specs[group].group_size)]
-        work.fill(step)
-        self._planned[group] = work
+        self._lists[self._decode][group].fill(step)
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
         k_cache, v_cache = self._caches[layer_id]
-        group = self.group_of_layer[layer_id]
-        work = self._planned[group]
+        work = self._lists[self._decode][self.group_of_layer[layer_id]]
         spec, tiles, space = work.spec, work.tiles, self._workspace
         if not self._decode:
             self._append(k, v, k_cache, v_cache, space.slots)
@@ -107,9 +102,10 @@ class TritonBackend(AttentionBackend):
         num_items = work.num_items(*self._step_size) if self._step_size[1] else 0
         if num_items == 0:
             return
+        group = self.group_of_layer[layer_id]
         strides = (*q.stride(), *k.stride(), *v.stride(), *out.stride(), *self._strides[layer_id])
         self._attend(
-            (group, work.kind, self._paged, pdl, strides, alignment(q, k, v, out, k_cache, v_cache)),
+            (group, self._decode, self._paged, pdl, strides, alignment(q, k, v, out, k_cache, v_cache)),
             (num_items, spec.num_kv_heads, 1),
             (q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived),
             {
@@ -135,17 +131,20 @@ class TritonBackend(AttentionBackend):
             {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
         )
 
-    def _work_list(self, spec: AttentionSpec, kind: StepKind) -> WorkList:
+    def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:
         num_processors = 4  # of the interpreter: enough for small cases to be split
         if self.device.type == "cuda":
             num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return WorkList.allocate(
-            spec,
-            kind,
-            dtype=self.dtype,
-            max_num_seqs=self.max_num_seqs,
-            max_num_tokens=self.max_num_tokens,
-            num_processors=num_processors,
-            interpreted=INTERPRETED,
-            device=self.device,
+        return tuple(
+            WorkList.allocate(
+                spec,
+                dtype=self.dtype,
+                decode=decode,
+                max_num_seqs=self.max_num_seqs,
+                max_num_tokens=self.max_num_tokens,
+                num_processors=num_processors,
+                interpreted=INTERPRETED,
+                device=self.device,
+            )
+            for spec in self.group_specs
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +10,7 @@ import triton
 from ...backend import Phase, Step
 from ...spec import AttentionSpec
 from .launch import Launcher, alignment
-from .tiles import FEW_ROWS, StepKind, Tiles, tiles_for
+from .tiles import Tiles, decode_tiles, interpreted_tiles, prefill_tiles
 from .worklist import ITEM_WIDTH, worklist_kernel
 
 BLOCK_I = 32  # items a program of the work list's kernel
@@ -22,8 +21,8 @@ class WorkList:
     """The work list of one group and one kind of step, and how large it is for a bucket."""
 
     spec: AttentionSpec
-    kind: StepKind
     tiles: Tiles
+    decode: bool
     num_processors: int
     items: torch.Tensor  # [capacity, ITEM_WIDTH] int32
     launch: Launcher
@@ -32,9 +31,9 @@ class WorkList:
     def allocate(
         cls,
         spec: AttentionSpec,
-        kind: StepKind,
         *,
         dtype: torch.dtype,
+        decode: bool,
         max_num_seqs: int,
         max_num_tokens: int,
         num_processors: int,
@@ -42,58 +41,54 @@ class WorkList:
         device: torch.device,
     ) -> WorkList:
         """A list that is large enough for every bucket."""
-        work = cls(
-            spec=spec,
-            kind=kind,
-            tiles=tiles_for(kind, spec, dtype, interpreted=interpreted),
-            num_processors=num_processors,
-            items=torch.empty(0, dtype=torch.int32, device=device),
-            launch=Launcher(worklist_kernel),
-        )
-        capacity = work.num_items(max_num_tokens, max_num_seqs)
-        return replace(work, items=torch.zeros((capacity, ITEM_WIDTH.value), dtype=torch.int32, device=device))
+        tiles = decode_tiles(spec, dtype) if decode else prefill_tiles(spec, dtype)
+        if interpreted:
+            tiles = interpreted_tiles(tiles)
+        empty = torch.empty(0, dtype=torch.int32, device=device)
+        launch = Launcher(worklist_kernel)
+        sizes = cls(spec=spec, tiles=tiles, decode=decode, num_processors=num_processors, items=empty, launch=launch)
+        capacity = sizes.num_items(max_num_tokens, max_num_seqs)
+        items = torch.zeros((capacity, ITEM_WIDTH.value), dtype=torch.int32, device=device)
+        return replace(sizes, items=items)
 
     def wave(self) -> int:
         """Items that fill the device once."""
         return max(1, self.tiles.wave_programs * self.num_processors // self.spec.num_kv_heads)
 
-    def num_tiles(self, num_tokens: int, num_seqs: int) -> int:
-        """Tiles of query rows that a step of this bucket has at most."""
-        if self.kind is StepKind.DECODE:
-            return num_seqs
-        return -(-num_tokens * self.spec.group_size // self.tiles.block_m) + num_seqs
-
-    def target(self, num_tokens: int, num_seqs: int) -> int:
-        """Items that a step may have because its keys are cut into chunks; also what partial results are kept for."""
-        if self.kind is StepKind.MANY:
+    def target(self, num_seqs: int) -> int:
+        """Items that a step may have because its keys are cut into chunks."""
+        if not self.decode:
             return self.wave()
-        if self.kind is StepKind.FEW:
-            num_tokens = min(num_tokens, FEW_ROWS * num_seqs // self.spec.group_size)
-        return self.wave() * min(self.tiles.max_waves, max(1, num_seqs)) + self.num_tiles(num_tokens, num_seqs) - 1
+        # Programs without work cost a launch too: 2 us where one sequence could have eight waves of them.
+        return num_seqs + self.wave() * min(self.tiles.max_waves, 1 + num_seqs)
 
     def num_items(self, num_tokens: int, num_seqs: int) -> int:
         """Items that a step of this bucket has at most, and so the launch's size."""
-        if self.kind is StepKind.MANY:
-            return max(self.num_tiles(num_tokens, num_seqs), self.wave())
-        return self.target(num_tokens, num_seqs)
+        if self.decode:
+            return self.target(num_seqs)
+        num_tiles = -(-num_tokens * self.spec.group_size // self.tiles.block_m) + num_seqs
+        return max(num_tiles, self.target(num_seqs))
+
+    def num_partials(self, num_seqs: int) -> int:
+        """Items that may be chunks of a tile: a step has chunks only while it stays within the target."""
+        return self.target(num_seqs)
 
     def fill(self, step: Step) -> None:
         """Makes the list of a step, on the device and without waiting for it."""
         metadata, tiles = step.metadata, self.tiles
         num_items = self.num_items(step.num_tokens, step.num_seqs)
-        decode = self.kind is StepKind.DECODE
-        qo_indptr = metadata.kv_cu_seq_lens if decode else metadata.qo_indptr
+        qo_indptr = metadata.kv_cu_seq_lens if self.decode else metadata.qo_indptr
         assert qo_indptr is not None  # `plan` has checked it
         block_b = max(32, triton.next_power_of_2(step.num_seqs))
         inputs = (metadata.kv_cu_seq_lens, qo_indptr, metadata.paged_kv_indptr, metadata.slot_mapping)
         self.launch(
             (block_b, *alignment(*inputs)),
             (triton.cdiv(num_items, BLOCK_I), 1, 1),
-            (*inputs, self.items, step.num_seqs, num_items, self.target(step.num_tokens, step.num_seqs), self.wave()),
+            (*inputs, self.items, step.num_seqs, num_items, self.target(step.num_seqs), self.wave()),
             {
                 "G": self.spec.group_size,
                 "WINDOW": self.spec.sliding_window,
-                "DECODE": decode,
+                "DECODE": self.decode,
                 "BLOCK_M": tiles.block_m,
                 "UNIT": tiles.block_n,
                 "LEAST_UNITS": tiles.least_units,
@@ -109,15 +104,15 @@ class Workspace:
     """What all groups and steps share: at any time one launch uses it, since launches are ordered on the stream."""
 
     def __init__(
-        self, lists: Sequence[WorkList], *, max_num_seqs: int, max_num_tokens: int, max_num_pages: int,
+        self, lists: tuple[WorkList, ...], *, max_num_seqs: int, max_num_tokens: int, max_num_pages: int,
         device: torch.device,
     ) -> None:  # fmt: skip
         partials, states, arrivals = 1, 1, 1
         for work in lists:
-            rows = work.target(max_num_tokens, max_num_seqs) * work.spec.num_kv_heads * work.tiles.kept_rows
+            rows = work.num_partials(max_num_seqs) * work.spec.num_kv_heads * work.tiles.kept_rows
             partials = max(partials, rows * triton.next_power_of_2(work.spec.head_dim))
             states = max(states, 2 * rows)
-            arrivals = max(arrivals, work.target(max_num_tokens, max_num_seqs) * work.spec.num_kv_heads)
+            arrivals = max(arrivals, work.num_partials(max_num_seqs) * work.spec.num_kv_heads)
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
         self.states = torch.empty(states, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
