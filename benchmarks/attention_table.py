@@ -79,8 +79,8 @@ def page() -> str:
         "",
         "16 heads over 8 key heads of 128, bfloat16, pages of 16 in random order. Times are for one layer, appending "
         "the step's keys and values included (flashinfer's too: by our kernel). Decode is timed as a captured graph "
-        "of 28 layers with distinct caches, or as many as fit 100 GiB. TB/s counts the keys and values that must be read; "
-        f"reading 4 GB and doing nothing else reaches {read:.2f} TB/s.",
+        "of 28 layers with distinct caches, or as many as fit 100 GiB. TB/s counts the keys and values that must be "
+        f"read; reading 4 GB and doing nothing else reaches {read:.2f} TB/s.",
         "",
         f"At one sequence of 1024 `triton` is {first[COLUMNS[1]] / first['triton']:.2f} times as fast as flashinfer's "
         "CUDA-core decode and append.",
