@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import xllm_models
+
+KERNELS = Path(xllm_models.__file__).with_name("kernels")
 CASES = Path(__file__).with_name("kernel_cases.py")
 
 
@@ -20,6 +24,16 @@ def run_cases(**environment: str) -> None:
 
 def test_interpreted_kernels_agree_with_torch() -> None:
     run_cases(TRITON_INTERPRET="1", XLLM_KERNEL_DEVICE="cpu")
+
+
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    command = [sys.executable, str(CASES.with_name("compile_kernels.py"))]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-6000:]
+    sources = "".join(path.read_text(encoding="utf-8") for path in KERNELS.glob("*.py"))
+    assert sorted(re.findall(r"^def (_\w+_kernel)\(", sources, flags=re.MULTILINE)) == done.stdout.split()
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ _FLOAT_DTYPES = frozenset(
     {"torch.float64", "torch.float32", "torch.float16", "torch.bfloat16", "F64", "F32", "F16", "BF16"}
 )
 
-_PIECE_BYTES = 16 << 20  # of a piece in fp32
+_PIECE_BYTES = 4 << 20  # of a piece in fp32
 _PIECE_ROWS = 128  # pieces are multiples of this many rows: quantized formats pack and scale rows together
 
 

@@ -1,0 +1,75 @@
+"""Compiles every kernel for sm_90 in bf16, at model shapes. No GPU is needed, so CI sees what only a compiler sees.
+
+A script of its own: `test_kernels` runs it in a process where Triton does not interpret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from xllm_models.kernels import activation, linear, moe, moe_layout, norm, rotary
+from xllm_models.kernels.launcher import power_of_two
+
+TARGET = GPUTarget("cuda", 90, 32)
+B, F, I = "*bf16", "*fp32", "*i32"  # noqa: E741
+
+Case = tuple[Any, list[str], list[Any], dict[str, int]]  # kernel, types of its arguments, its constants, options
+
+
+def cases() -> Iterator[Case]:
+    for residual in (False, True):
+        for unit_offset in (False, True):
+            constants = [1024, 1024, 1024, 1024, residual, unit_offset]
+            yield norm._norm_kernel, [B, B, B, B, B, "fp32"], constants, {"num_warps": 4}
+    for kind in ("silu", "tanh", "none"):
+        yield activation._gated_kernel, [B, B], [6144, 3072, 1024, kind], {"num_warps": 4}
+    rotary_types = [B, B, B, B, I, F, B, B, "fp32"]
+    for kind, half, rest in (
+        ("no", 64, 0),
+        ("no", 32, 64),
+        ("weight", 64, 0),
+        ("unit_offset", 64, 0),
+        ("weight", 32, 64),
+    ):
+        constants = [4096, 128, 4096, 128, 16, 8, 128, half, 4, power_of_two(half), rest, kind]
+        yield rotary._rotary_kernel, rotary_types, constants, {"num_warps": 2}
+    for bias in (False, True):
+        yield linear._vector_kernel, [B, B, B, B], [1024, 4096, 1024, 2, 1024, bias], {"num_warps": 4}
+        for block_k, split, stages in ((256, 1, 3), (64, 4, 5)):
+            constants = [2048, 2048, 1024, 2048, 16, 16, block_k, split, bias, "tf32"]
+            options = {"num_warps": split, "num_stages": stages}
+            yield linear._launch_rows._kernel, [B, B, B, B, "i32"], constants, options
+    yield moe_layout._route_kernel, [B, B, I], [128, 128, 8, True, 128, 8], {"num_warps": 1}
+    for pairs, experts in ((8, 128), (1, 1), (1024, 128), (13, 5)):
+        count = pairs // 16 + min(pairs, experts)
+        constants = [pairs, experts, count, 16, power_of_two(pairs), power_of_two(experts + 1), power_of_two(count)]
+        yield moe_layout._layout_kernel, [I] * 5, constants, {"num_warps": 8}
+    yield moe._combine_kernel, [B, B], [1024, 8, 512], {"num_warps": 4}
+    for rows in (16, 64):
+        constants = [1024, 128, 1024, 768, 8, rows, 64, 64, "tf32"]
+        yield moe._gate_up_kernel, [B, B, I, I, I, I, B], constants, {"num_warps": 4}
+        yield moe._down_kernel, [B, B, B, I, I, I, I, B], [128, 1024, 768, rows, 64, 64, "tf32"], {"num_warps": 4}
+
+
+def compile_case(kernel: Any, types: list[str], constants: list[Any], options: dict[str, int]) -> None:
+    """As a launch would: pointers aligned to 16 bytes."""
+    given, fixed = iter(types), iter(constants)
+    signature = {p.name: "constexpr" if p.is_constexpr else next(given) for p in kernel.params}
+    constexprs = {p.name: next(fixed) for p in kernel.params if p.is_constexpr}
+    pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
+    attributes = {(index,): [["tt.divisibility", 16]] for index in pointers}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    assert triton.compile(source, target=TARGET, options=options).asm["cubin"]
+
+
+if __name__ == "__main__":
+    compiled = set()
+    for case in cases():
+        compile_case(*case)
+        compiled.add(case[0].__name__)
+    print(" ".join(sorted(compiled)))
