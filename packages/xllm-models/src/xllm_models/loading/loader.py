@@ -25,7 +25,7 @@ _FLOAT_DTYPES = frozenset(
 )
 
 _PIECE_BYTES = 4 << 20  # of a piece in fp32
-_PIECE_ROWS = 128  # pieces are multiples of this many rows: quantized formats pack and scale rows together
+_PIECE_ROWS = 8  # pieces are multiples of this many rows: quantized formats pack them together
 
 
 class WeightError(ValueError):
@@ -69,8 +69,7 @@ def load_weights(
         _check_tied(alias, name, copies, where)
     _clear_padding(copies)
     for copy in tqdm(copies, desc="loading weights", unit="tensor", disable=not progress):
-        for target, rows in _pieces(copy, where[copy.source]):
-            target.copy_(rows)
+        _fill(copy, where[copy.source])
 
 
 def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
@@ -149,8 +148,8 @@ def _read(state_dict: StateDict, name: str, part: Part) -> torch.Tensor:
     return state_dict.get_tensor(name) if _is_whole(part) else tensor_region(state_dict, name, part.source)
 
 
-def _pieces(copy: _Copy, state_dict: StateDict) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(region of the parameter, rows for it), which together are the part.
+def _fill(copy: _Copy, state_dict: StateDict) -> None:
+    """Write the part into its region of the parameter.
 
     What is cut, converted or dequantized on its way takes memory of its own, so it comes in pieces of some rows. A
     plain file's whole tensor does not: it is the mapped file.
@@ -161,7 +160,7 @@ def _pieces(copy: _Copy, state_dict: StateDict) -> Iterator[tuple[torch.Tensor, 
     if not isinstance(state_dict, SliceableStateDict) or (
         _is_whole(copy.part) and isinstance(state_dict, SafetensorsStateDict)
     ):
-        yield target, _read(state_dict, copy.source, copy.part)
+        target.copy_(_read(state_dict, copy.source, copy.part))
         return
     tensor = state_dict.get_slice(copy.source)
     all_rows, *others = copy.part.source
@@ -169,8 +168,7 @@ def _pieces(copy: _Copy, state_dict: StateDict) -> Iterator[tuple[torch.Tensor, 
     step = max(_PIECE_BYTES // row_bytes // _PIECE_ROWS, 1) * _PIECE_ROWS
     for start in range(all_rows.start, all_rows.stop, step):
         stop = min(start + step, all_rows.stop)
-        rows = tensor[(slice(start, stop), *others)]
-        yield target[start - all_rows.start : stop - all_rows.start], rows
+        target[start - all_rows.start : stop - all_rows.start].copy_(tensor[(slice(start, stop), *others)])
 
 
 def _check_tied(alias: str, name: str, copies: Sequence[_Copy], where: Mapping[str, StateDict]) -> None:
