@@ -1,7 +1,4 @@
-"""Fixtures of the integration tests: the built worker, its probe, and small checkpoints.
-
-XLLM_WORKER names a built worker; without it, one is built with cmake into the repository's build-worker folder.
-"""
+"""Fixtures of the worker's tests: its probes, and small checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-REPO = Path(__file__).parents[2]
-sys.path.insert(0, str(REPO / "integration" / "python"))
 
 # One thread: libgomp's spinning threads lose to anything else that runs on the machine.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -29,21 +22,6 @@ Json = Any
 Ask = Callable[[str, Json], Json]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Events = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="session")
-def worker_path() -> Path:
-    """The worker's executable; the probes lie beside it."""
-    if given := os.environ.get("XLLM_WORKER"):
-        return Path(given)
-    build = REPO / "build-worker"
-    source = REPO / "integration" / "worker"
-    configure = ["cmake", "-S", str(source), "-B", str(build), f"-DPython_EXECUTABLE={sys.executable}"]
-    scripts = Path(sys.executable).parent
-    env = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(configure, check=True, env=env)
-    subprocess.run(["cmake", "--build", str(build), "--parallel", "2"], check=True, env=env)
-    return build / "xllm_worker"
 
 
 @pytest.fixture(scope="session")

@@ -159,3 +159,56 @@ def test_a_file_that_is_not_json(run_probe: RunProbe, tmp_path: Path) -> None:
     result = run_probe("options", MODEL, f"--config={config}")
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {config}: parse error at line 1, column 18")
+
+
+PLACE = ("rank", "ranks", "local_rank", "meeting_point", "starts_others", "store_is_served")
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "far", "MASTER_PORT": "29501"}
+BY_HAND = ["--tp_size=4", "--tp_rank=2", "--tp_port=5000", "--tp_host=near"]
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "place"),
+    [
+        ([], {}, (0, 1, 0, "127.0.0.1:0", False, False)),
+        (["--tp_size=2"], {}, (0, 2, 0, "127.0.0.1:0", True, False)),
+        (BY_HAND, {}, (2, 4, 2, "near:5000", False, False)),
+        ([], TORCHRUN, (5, 8, 1, "far:29501", False, False)),
+        (["--tp_size=8"], TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, (5, 8, 1, "far:29501", False, True)),
+        (["--tp_size=2"], {"RANK": "5", "WORLD_SIZE": "8"}, (0, 2, 0, "127.0.0.1:0", True, False)),
+    ],
+)
+def test_the_place_among_the_ranks(
+    run_probe: RunProbe,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    environment: dict[str, str],
+    place: tuple[object, ...],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    options = parsed(run_probe("options", MODEL, *args))
+    assert tuple(options[name] for name in PLACE) == place
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "message"),
+    [
+        (["--tp_size=2", "--tp_rank=1"], {}, "--tp_rank needs --tp_port, the port where the ranks meet"),
+        ([*BY_HAND[2:], "--tp_size=2", "--tp_rank=2"], {}, "rank 2 is outside of the 2 ranks of tp_size"),
+        (["--tp_size=4"], TORCHRUN, "--tp_size=4 contradicts WORLD_SIZE=8 in the environment"),
+        (["--tp_rank=4", "--tp_size=8"], TORCHRUN, "--tp_rank=4 contradicts RANK=5 in the environment"),
+        (["--tp_port=4"], TORCHRUN, "--tp_port=4 contradicts MASTER_PORT=29501 in the environment"),
+        ([], TORCHRUN | {"RANK": "x"}, "RANK=x in the environment: expected a number of at least 0"),
+    ],
+)
+def test_a_place_that_cannot_be_ends_with_2(
+    run_probe: RunProbe,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = run_probe("options", MODEL, *args)
+    assert (result.returncode, result.stderr) == (2, f"error: {message}\n")

@@ -2,6 +2,7 @@
 
 #include "core_probe.h"
 #include "options.h"
+#include "ranks/place.h"
 
 namespace xllm::worker::probe {
 
@@ -15,6 +16,7 @@ int print_options(const std::vector<std::string>& args) {
       return 0;
     }
     const DeviceChoice device = parse_device(options);
+    const RankPlace place = resolve_place(options, process_environment);
     const json output = {{"model", options.model},
                          {"dtype", options.dtype},
                          {"enable_graph", options.enable_graph},
@@ -24,7 +26,13 @@ int print_options(const std::vector<std::string>& args) {
                          {"kv_cache_memory", options.kv_cache_memory.value_or(ByteSize{-1}).bytes},
                          {"python_model_path", options.python_model_path},
                          {"device_kind", static_cast<int>(device.kind)},
-                         {"device_index", device.index}};
+                         {"device_index", device.index},
+                         {"rank", place.rank},
+                         {"ranks", place.size},
+                         {"local_rank", place.local_rank},
+                         {"meeting_point", place.host + ":" + std::to_string(place.port)},
+                         {"starts_others", place.starts_others},
+                         {"store_is_served", place.store_is_served}};
     std::cout << output << "\n";
     return 0;
   } catch (const OptionError& error) {

@@ -26,14 +26,31 @@ Engine::Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Writ
       log_(std::move(log)) {}
 
 void Engine::run(Inbox& inbox) {
-  while (has_work() || !inbox.is_at_end()) {
+  while (!is_stopping_ && (has_work() || !inbox.is_at_end())) {
     for (InputLine& line : inbox.take_all(/*wait=*/!has_work() || is_paused_)) handle(std::move(line));
     if (inbox.is_at_end()) is_paused_ = false;  // nobody is left who could resume
-    if (has_work() && !is_paused_) step();
+    if (has_work() && !is_paused_ && !is_stopping_) step();
   }
+  if (!is_stopping_) return;
+  for (InputLine& line : inbox.take_all(/*wait=*/false)) handle(std::move(line));
+  const std::lock_guard lock(mutex_);
+  fail_everything(stop_message_);
+}
+
+void Engine::stop(std::string message) {
+  const std::lock_guard lock(mutex_);
+  if (is_stopping_) return;
+  stop_message_ = std::move(message);
+  is_stopping_ = true;
+}
+
+void Engine::abandon(const std::string& message) {
+  const std::lock_guard lock(mutex_);
+  fail_everything(message);
 }
 
 void Engine::handle(InputLine line) {
+  const std::lock_guard lock(mutex_);
   if (auto* request = std::get_if<Request>(&line.content)) {
     accept(std::move(*request));
   } else if (const auto* invalid = std::get_if<InvalidLine>(&line.content)) {
@@ -63,16 +80,19 @@ void Engine::step() {
   try {
     tokens = compute(batch);
   } catch (const RankFailure& failure) {
+    const std::lock_guard lock(mutex_);
     fail_everything(failure.what());
     throw;
   } catch (const std::exception& error) {
     // Whatever went wrong concerns this step's requests; the others go on.
+    const std::lock_guard lock(mutex_);
     ++num_failed_steps_;
     log_(error.what());
     for (const ScheduledSequence& scheduled : batch) fail(*scheduled.sequence, error.what());
     write_(std::exchange(events_, {}));
     return;
   }
+  const std::lock_guard lock(mutex_);
   auto token = tokens.begin();
   for (const ScheduledSequence& scheduled : batch) {
     const bool needs_token = scheduled.needs_token();

@@ -1,8 +1,10 @@
 // The worker's loop: takes lines in, runs one step after the other, gives events out. It knows no tensors and no Python.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_set>
@@ -33,6 +35,13 @@ class Engine {
   // request in flight, when the model can serve no more.
   void run(Inbox& inbox);
 
+  // From any thread: `run` ends after the step that it is in, with an error event for every request in flight or still
+  // in the inbox. Wake the inbox afterwards.
+  void stop(std::string message);
+
+  // From any thread, for a step that does not end: writes those error events at once. The engine must not be used again.
+  void abandon(const std::string& message);
+
   void handle(InputLine line);
   void step();
   bool has_work() const { return scheduler_.has_work(); }
@@ -55,6 +64,10 @@ class Engine {
   Log log_;
   std::unordered_set<std::string> live_ids_;
   bool is_paused_ = false;
+  // Guards what `abandon` reads, and the output, except while the model computes.
+  std::mutex mutex_;
+  std::atomic<bool> is_stopping_{false};
+  std::string stop_message_;
   std::string events_;  // of the current step or line, written together
 
   int64_t num_steps_ = 0;

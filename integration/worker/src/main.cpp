@@ -1,8 +1,11 @@
-// xllm_worker: serves one model over JSON Lines. Exit codes: 0 done, 1 could not start or go on, 2 wrong options.
+// xllm_worker: serves one model over JSON Lines. Exit codes: 0 done, 1 could not start or go on, 2 wrong options,
+// 128 + number stopped by a signal.
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <exception>
+#include <future>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -13,6 +16,7 @@
 #include "model_host.h"
 #include "options.h"
 #include "ranks/roles.h"
+#include "stop_signals.h"
 
 namespace xllm::worker {
 
@@ -23,8 +27,12 @@ int report(const std::string& message, int exit_code) {
   return exit_code;
 }
 
-// Requests from stdin until its end, events to the output.
-void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& model, ProtocolOutput& output) {
+// How long a step may take to end after a signal, before its requests are reported without it.
+constexpr std::chrono::milliseconds kStopGrace{1500};
+
+// Requests from stdin until its end or a signal, events to the output.
+void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& model, ProtocolOutput& output,
+           StopSignals& signals) {
   BlockManager blocks(facts.num_blocks, facts.block_size);
   const EngineLimits limits{
       {options.max_seqs_per_batch, options.max_tokens_per_batch}, facts.max_model_len, facts.eos_token_ids};
@@ -42,11 +50,26 @@ void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& mo
       STDIN_FILENO,
       [&](std::string_view line, int64_t number) { inbox.put(parse_input_line(line, number, request_limits)); },
       [&] { inbox.close(); });
+  std::promise<void> ended;
+  std::future<void> has_ended = ended.get_future();
+  signals.set_handler([&](int number) {
+    const std::string message = "the worker was stopped by " + signal_name(number);
+    engine.stop(message);
+    inbox.close();
+    if (has_ended.wait_for(kStopGrace) == std::future_status::ready) return;
+    engine.abandon(message);
+    std::fflush(nullptr);
+    _exit(128 + number);
+  });
   engine.run(inbox);
+  ended.set_value();
+  signals.set_handler([](int) {});
   model.shutdown();
 }
 
-void serve_alone(const WorkerOptions& options, const RankPlace& place) {
+int exit_code_of(const StopSignals& signals) { return signals.received() == 0 ? 0 : 128 + signals.received(); }
+
+void serve_alone(const WorkerOptions& options, const RankPlace& place, StopSignals& signals) {
   ProtocolOutput output;
   check_checkpoint(options.model);
   start_python(options);
@@ -54,11 +77,11 @@ void serve_alone(const WorkerOptions& options, const RankPlace& place) {
   const ServerFacts facts = make_facts(options, *loaded);
   TorchStepModel model(
       StepExecutor(prepare_model(options, facts, *loaded, std::nullopt), facts.block_size, loaded->device()));
-  serve(options, facts, model, output);
+  serve(options, facts, model, output, signals);
 }
 
 // One rank's life, once it has met the others.
-void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutput& output) {
+void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutput& output, StopSignals& signals) {
   const RankPlace& place = ranks.place();
   const std::chrono::seconds start_limit(options.tp_start_timeout);
   start_python(options);
@@ -79,7 +102,7 @@ void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutpu
   const auto leave = [&] { group->leave(); };
   if (place.rank != 0) return follow(ranks, std::move(executor), leave);
   LeaderModel model(std::move(executor), ranks, leave);
-  serve(options, facts, model, output);
+  serve(options, facts, model, output, signals);
 }
 
 // What a rank says last when it cannot go on: what it knows of the others, rather than what came of that here.
@@ -92,7 +115,8 @@ std::string last_words(RankGroup& ranks, const std::string& message) {
 }
 
 // Ends the process itself: other threads may be stuck in collectives with ranks that are gone, and must not be waited for.
-[[noreturn]] void run_rank(const WorkerOptions& options, const std::vector<std::string>& args, const RankPlace& place) {
+[[noreturn]] void run_rank(const WorkerOptions& options, const std::vector<std::string>& args, const RankPlace& place,
+                           StopSignals& signals) {
   ProtocolOutput output;
   RendezvousOptions meeting;
   meeting.limit = std::chrono::seconds(options.tp_start_timeout);
@@ -102,7 +126,8 @@ std::string last_words(RankGroup& ranks, const std::string& message) {
   try {
     check_checkpoint(options.model);
     ranks = std::make_unique<RankGroup>(place, args, meeting);
-    serve_as_rank(options, *ranks, output);
+    serve_as_rank(options, *ranks, output, signals);
+    exit_code = exit_code_of(signals);
   } catch (const std::exception& error) {
     const std::string message = ranks ? last_words(*ranks, error.what()) : error.what();
     exit_code = report(place.rank == 0 ? message : "on rank " + std::to_string(place.rank) + ": " + message, 1);
@@ -119,10 +144,11 @@ int run(const std::vector<std::string>& args) {
       std::cout << help_text();
       return 0;
     }
+    StopSignals signals;
     const RankPlace place = resolve_place(options, process_environment);
-    if (place.size > 1) run_rank(options, args, place);
-    serve_alone(options, place);
-    return 0;
+    if (place.size > 1) run_rank(options, args, place, signals);
+    serve_alone(options, place, signals);
+    return exit_code_of(signals);
   } catch (const OptionError& error) {
     return report(error.what(), 2);
   } catch (const std::exception& error) {

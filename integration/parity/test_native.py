@@ -1,0 +1,51 @@
+"""The native model against the Python one: equal bytes, at one rank and at two, eagerly and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Of the Python model, and the native one's counterpart.
+MODES = {
+    "eager": (["--python_graph_backend=off"], ["--enable_graph=false"], {"eager"}),
+    "graphs": (["--python_graph_backend=recorded"], ["--enable_graph=true"], {"decode_graph", "piecewise"}),
+}
+LIMITS = ("--max_seqs_per_batch=8", "--max_tokens_per_batch=48", "--max_model_len=192", "--block_size=8")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_and_python_give_equal_bytes(
+    checkpoint: Path, run_workload: Callable[..., Any], dtype: str, size: int, mode: str
+) -> None:
+    python_flags, native_flags, runners = MODES[mode]
+    flags = (f"--dtype={dtype}", f"--tp_size={size}", *LIMITS)
+    python = run_workload(checkpoint, *flags, *python_flags)
+    native = run_workload(checkpoint, "--model_impl=native", *flags, *native_flags)
+    assert native.ready == python.ready
+    assert native.events == python.events
+
+    answers = python.tokens()
+    assert [len(answers[f"p{i}"]) for i in range(8)] == [64] * 8
+    assert sum(len(tops) for tops in python.tops().values()) == sum(len(tokens) for tokens in answers.values())
+    steps = python.stats["executor"]["steps"]
+    assert set(steps) == runners
+    assert native.stats["executor"]["steps"] == steps
+    assert native.stats["scheduler"] == python.stats["scheduler"]
+    for transcript in (python, native):
+        others = transcript.stats["executor"].get("tensor_parallel", {}).get("other_ranks", [])
+        assert [other["steps"] for other in others] == [steps] * (size - 1)
+
+
+def test_the_mixed_batch_is_mixed(checkpoint: Path, run_workload: Callable[..., Any]) -> None:
+    """Steps of chunks, of prompts beside decodes, and of decodes alone: what is compared above is not one kind."""
+    flags = ("--dtype=float32", "--tp_size=1", *LIMITS, "--python_graph_backend=recorded")
+    transcript = run_workload(checkpoint, *flags)
+    steps = transcript.stats["executor"]["steps"]
+    assert steps["piecewise"] > 20
+    assert steps["decode_graph"] > 60
+    assert transcript.stats["scheduler"]["num_preemptions"] == 0

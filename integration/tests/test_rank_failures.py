@@ -1,0 +1,320 @@
+"""Ranks that die, hang, fail, differ or never come: all others end in time, with a message that names the rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Seconds from the fault until every process is gone.
+LIMIT = 15.0
+
+REQUEST = {"id": "r", "token_ids": [5, 6], "max_tokens": 8, "ignore_eos": True}
+
+# A model that does as the token says, on rank 1 alone: 13 kills the process, 17 stops it, 19 raises there, 21 raises on
+# every rank; and kills the process while it loads when DIE_IN_LOAD is set.
+PLUGIN = """
+import os
+import signal
+
+from xllm_models.models.llama import LlamaForCausalLM
+
+
+class FragileForCausalLM(LlamaForCausalLM):
+    def load_weights(self, *args, **options):
+        if self.tp.rank == 1 and "DIE_IN_LOAD" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().load_weights(*args, **options)
+
+    def forward(self, input_ids, positions):
+        told = set(input_ids.tolist())
+        if 21 in told:
+            raise ArithmeticError("21 is nobody's lucky token")
+        if self.tp.rank == 1:
+            if 13 in told:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if 17 in told:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if 19 in told:
+                raise ArithmeticError("19 is not a lucky token")
+        return super().forward(input_ids, positions)
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def fragile(copy_of_llama: Path, tmp_path: Path) -> tuple[Path, str]:
+    """(checkpoint, flag) of the model above."""
+    plugins = tmp_path / "plugins"
+    info = plugins / "fragile-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[xllm.models]\nFragileForCausalLM = fragile:FragileForCausalLM\n")
+    (plugins / "fragile.py").write_text(PLUGIN)
+    config = json.loads((copy_of_llama / "config.json").read_text())
+    config["architectures"] = ["FragileForCausalLM"]
+    (copy_of_llama / "config.json").write_text(json.dumps(config))
+    return copy_of_llama, f"--python_model_path={plugins}"
+
+
+@pytest.fixture
+def start(worker_path: Path) -> Iterator[Start]:
+    """`start(model, *flags, env={})`: a worker process in a session of its own, whatever is left of which ends here."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_worker(model: Path, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [str(worker_path), f"--model={model}", "--device=cpu", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_worker
+    for process in started:
+        for member in members(process.pid):
+            os.kill(member, signal.SIGKILL)
+        process.communicate()
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session that are alive, its leader among them."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def follower(leader: subprocess.Popen[str]) -> int:
+    """The process id of rank 1, as soon as there is one."""
+    while not (others := [pid for pid in members(leader.pid) if pid != leader.pid]):
+        assert leader.poll() is None
+        time.sleep(0.005)
+    return others[0]
+
+
+def send(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+
+
+def read(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    event: dict[str, Any] = json.loads(process.stdout.readline())
+    return event
+
+
+def ends(process: subprocess.Popen[str], begin: float) -> tuple[list[dict[str, Any]], str]:
+    """What the worker still said, (events, errors), when it and all its ranks have ended in time."""
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1, stderr
+    while members(process.pid):
+        assert time.monotonic() - begin < LIMIT
+        time.sleep(0.01)
+    assert time.monotonic() - begin < LIMIT, stderr
+    return [json.loads(line) for line in stdout.splitlines()], stderr
+
+
+def test_a_rank_killed_in_mid_step(fragile: tuple[Path, str], start: Start) -> None:
+    model, flag = fragile
+    worker = start(model, flag, "--tp_size=2")
+    read(worker)
+    send(worker, REQUEST)
+    assert read(worker)["token_ids"]
+    begin = time.monotonic()
+    send(worker, REQUEST | {"id": "bad", "token_ids": [5, 13]})
+    events, errors = ends(worker, begin)
+    assert "error: rank 1 is gone: killed by signal 9 (Killed)" in errors
+    failed = {event["id"]: event["error"]["message"] for event in events if "error" in event}
+    assert failed["bad"] == "rank 1 is gone: killed by signal 9 (Killed)"
+
+
+def test_a_rank_killed_between_steps(fragile: tuple[Path, str], start: Start) -> None:
+    worker = start(*fragile, "--tp_size=2")
+    read(worker)
+    begin = time.monotonic()
+    os.kill(follower(worker), signal.SIGKILL)
+    _, errors = ends(worker, begin)
+    assert "error: rank 1 is gone: killed by signal 9 (Killed)" in errors
+
+
+def test_a_rank_killed_at_rendezvous(llama: Path, start: Start) -> None:
+    worker = start(llama, "--tp_size=2")
+    victim = follower(worker)
+    begin = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, errors = ends(worker, begin)
+    assert "error: rank 1 did not come: killed by signal 9 (Killed)" in errors
+
+
+def test_a_rank_killed_at_load(fragile: tuple[Path, str], start: Start) -> None:
+    begin = time.monotonic()
+    worker = start(*fragile, "--tp_size=2", env={"DIE_IN_LOAD": "1"})
+    _, errors = ends(worker, begin)
+    assert "error: rank 1 is gone: killed by signal 9 (Killed)" in errors
+
+
+def test_a_rank_that_hangs(fragile: tuple[Path, str], start: Start) -> None:
+    worker = start(*fragile, "--tp_size=2", "--tp_timeout=3")
+    read(worker)
+    begin = time.monotonic()
+    send(worker, REQUEST | {"token_ids": [5, 17]})
+    _, errors = ends(worker, begin)
+    assert "error: rank 1 gave no sign of life for 3 s" in errors
+
+
+def test_a_rank_that_fails_alone(fragile: tuple[Path, str], start: Start) -> None:
+    worker = start(*fragile, "--tp_size=2")
+    read(worker)
+    begin = time.monotonic()
+    send(worker, REQUEST | {"token_ids": [5, 19]})
+    _, errors = ends(worker, begin)
+    assert "rank 1 failed in step 1: ArithmeticError: 19 is not a lucky token" in errors
+
+
+def test_a_step_that_fails_on_all_ranks_costs_its_requests_only(fragile: tuple[Path, str], start: Start) -> None:
+    worker = start(*fragile, "--tp_size=2")
+    read(worker)
+    send(worker, REQUEST | {"id": "bad", "token_ids": [5, 21]})
+    assert read(worker)["error"]["message"] == "ArithmeticError: 21 is nobody's lucky token"
+    send(worker, REQUEST)
+    stdout, errors = worker.communicate(timeout=60)
+    assert worker.returncode == 0, errors
+    assert json.loads(stdout.splitlines()[-1])["completion_tokens"] == 8
+
+
+def test_the_leader_killed(llama: Path, start: Start) -> None:
+    worker = start(llama, "--tp_size=2")
+    read(worker)
+    begin = time.monotonic()
+    worker.kill()
+    worker.communicate()
+    while members(worker.pid):
+        assert time.monotonic() - begin < LIMIT
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def port() -> int:
+    """A free one."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        number: int = listener.getsockname()[1]
+    return number
+
+
+def test_a_rank_that_never_comes(llama: Path, start: Start, port: int) -> None:
+    flags = [f"--tp_port={port}", "--tp_size=4", "--tp_start_timeout=4"]
+    begin = time.monotonic()
+    leader = start(llama, "--tp_rank=0", *flags)
+    other = start(llama, "--tp_rank=2", *flags)
+    message = f"rank 1, 3 did not come to 127.0.0.1:{port} within 4 s"
+    assert message in ends(leader, begin)[1]
+    assert message in ends(other, begin)[1]
+
+
+def test_a_leader_that_never_comes(llama: Path, start: Start, port: int) -> None:
+    begin = time.monotonic()
+    other = start(llama, "--tp_rank=1", "--tp_size=2", f"--tp_port={port}", "--tp_start_timeout=2")
+    _, errors = ends(other, begin)
+    assert f"nobody answered at 127.0.0.1:{port}, where rank 0 should be, within 2 s" in errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({"rms_norm_eps": 1e-3}, [], "rank 1 differs from rank 0: config rms_norm_eps is 0.001, rank 0 has 1e-06"),
+        ({}, ["--dtype=bfloat16"], 'rank 1 differs from rank 0: dtype is "bfloat16", rank 0 has "float32"'),
+        ({}, ["--num_blocks=7"], "rank 1 differs from rank 0: num_blocks is 7, rank 0 has "),
+        ({}, ["--tp_size=3"], "rank 1 was started as one of 3 ranks, rank 0 as one of 2"),
+    ],
+    ids=["config", "dtype", "cache", "size"],
+)
+def test_a_rank_with_another_config(
+    llama: Path,
+    copy_of_llama: Path,
+    start: Start,
+    port: int,
+    changes: dict[str, Any],
+    flags: list[str],
+    message: str,
+) -> None:
+    config = json.loads((copy_of_llama / "config.json").read_text())
+    (copy_of_llama / "config.json").write_text(json.dumps(config | changes))
+    both = [f"--tp_port={port}"]
+    begin = time.monotonic()
+    leader = start(llama, "--tp_rank=0", "--tp_size=2", *both)
+    size = [] if any("tp_size" in flag for flag in flags) else ["--tp_size=2"]
+    other = start(copy_of_llama, "--tp_rank=1", *size, *both, *flags)
+    for process in (leader, other):
+        _, errors = ends(process, begin)
+        assert message in errors
+
+
+def test_a_rank_with_other_weights(llama: Path, copy_of_llama: Path, start: Start, port: int) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = copy_of_llama / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][5] *= 2
+    save_file(tensors, path, metadata={"format": "pt"})
+    flags = ["--tp_size=2", f"--tp_port={port}"]
+    begin = time.monotonic()
+    leader = start(llama, "--tp_rank=0", *flags)
+    start(copy_of_llama, "--tp_rank=1", *flags)
+    _, errors = ends(leader, begin)
+    assert "rank 1 differs from rank 0: weights model.norm.weight is " in errors
+
+
+def test_a_model_that_the_ranks_cannot_share(llama: Path, start: Start) -> None:
+    begin = time.monotonic()
+    worker = start(llama, "--tp_size=3")
+    _, errors = ends(worker, begin)
+    assert "error: num_attention_heads 4 is not divisible by tp_size 3\n" in errors
+
+
+def test_ranks_end_with_code_0_again_and_again(llama: Path, start: Start) -> None:
+    for _ in range(3):
+        worker = start(llama, "--tp_size=2", "--model_impl=native")
+        stdout, errors = worker.communicate(json.dumps(REQUEST) + "\n", timeout=60)
+        assert (worker.returncode, errors) == (0, "")
+        assert json.loads(stdout.splitlines()[-1])["finished"]
+        assert not members(worker.pid)
+
+
+def test_torchrun_starts_the_ranks(llama: Path, worker_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node=2", "--standalone"]
+    result = subprocess.run(
+        [*command, str(worker_path), f"--model={llama}", "--device=cpu"],
+        input=json.dumps(REQUEST) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert events[0]["event"] == "ready"
+    assert events[-1]["completion_tokens"] == 8
