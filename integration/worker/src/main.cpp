@@ -14,6 +14,7 @@
 #include "engine.h"
 #include "line_io.h"
 #include "model_host.h"
+#include "native/collectives.h"
 #include "options.h"
 #include "ranks/roles.h"
 #include "stop_signals.h"
@@ -99,7 +100,11 @@ void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutpu
   std::optional<executor::TensorParallelGroup> group =
       for_user([&] { return executor::TensorParallelGroup::join(parallel, group_options); });
   StepExecutor executor(prepare_model(options, facts, *loaded, group), facts.block_size, loaded->device());
-  const auto leave = [&] { group->leave(); };
+  ranks.link().watch_collectives(native::count_collectives(group->name()));
+  const auto leave = [&] {
+    ranks.link().watch_collectives(nullptr);
+    group->leave();
+  };
   if (place.rank != 0) return follow(ranks, std::move(executor), leave);
   LeaderModel model(std::move(executor), ranks, leave);
   serve(options, facts, model, output, signals);

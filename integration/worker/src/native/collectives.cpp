@@ -16,6 +16,12 @@ void count(Traffic& traffic, const at::Tensor& x) {
 
 }  // namespace
 
+std::function<int64_t()> count_collectives(const std::string& group_name) {
+  return [group = c10d::resolve_process_group(group_name)] {
+    return static_cast<int64_t>(group->getSequenceNumberForGroup());
+  };
+}
+
 Collectives::Collectives() = default;
 Collectives::~Collectives() = default;
 Collectives::Collectives(Collectives&&) noexcept = default;

@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace c10d {
@@ -18,6 +19,9 @@ struct Traffic {
   int64_t num_calls = 0;
   int64_t num_bytes = 0;
 };
+
+// How many collectives this rank has begun in the group of that name; the function holds the group.
+std::function<int64_t()> count_collectives(const std::string& group_name);
 
 class Collectives {
  public:

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
@@ -20,6 +21,11 @@ constexpr milliseconds kTick{100};
 constexpr milliseconds kSignInterval{500};
 constexpr milliseconds kLastWords{200};  // to a rank that may be stuck itself
 constexpr size_t kHeaderSize = 1 + sizeof(uint64_t);
+
+struct SignOfLife {
+  int64_t num_begun = 0;  // steps
+  int64_t num_collectives = 0;
+};
 
 std::string header(FrameType type, size_t size) {
   std::string text(kHeaderSize, '\0');
@@ -128,6 +134,15 @@ Frame RankLink::receive(int64_t from, std::optional<milliseconds> limit, std::st
   return frame;
 }
 
+void RankLink::watch_collectives(std::function<int64_t()> num_collectives) {
+  const std::lock_guard lock(mutex_);
+  if (num_collectives) {
+    num_collectives_ = std::move(num_collectives);
+  } else {
+    num_collectives_ = [] { return 0; };
+  }
+}
+
 void RankLink::begin_step() {
   const std::lock_guard lock(mutex_);
   if (failure_) throw RankFailure(*failure_);
@@ -222,9 +237,13 @@ void RankLink::read_from(Peer& from) {
 
 void RankLink::take(Peer& from, Frame frame) {
   switch (frame.type) {
-    case FrameType::kAlive:
-      std::memcpy(&from.num_begun, frame.payload.data(), sizeof(int64_t));
+    case FrameType::kAlive: {
+      SignOfLife sign;
+      std::memcpy(&sign, frame.payload.data(), std::min(sizeof(sign), frame.payload.size()));
+      from.num_begun = sign.num_begun;
+      from.num_collectives = sign.num_collectives;
       return;
+    }
     case FrameType::kDone:
       from.num_begun = from.num_done = from.num_done + 1;
       if (!frame.payload.empty()) {
@@ -242,11 +261,13 @@ void RankLink::take(Peer& from, Frame frame) {
 
 void RankLink::send_signs_of_life() {
   last_sign_ = Clock::now();
-  std::string bytes = header(FrameType::kAlive, sizeof(int64_t));
+  SignOfLife sign;
   {
     const std::lock_guard lock(mutex_);
-    bytes.append(reinterpret_cast<const char*>(&num_begun_), sizeof(num_begun_));
+    sign = {num_begun_, num_collectives_()};
   }
+  std::string bytes = header(FrameType::kAlive, sizeof(sign));
+  bytes.append(reinterpret_cast<const char*>(&sign), sizeof(sign));
   for (const auto& [rank, peer] : peers_) {
     const std::unique_lock lock(peer->writing, std::try_to_lock);
     // A peer that something else is being written to will hear that.
@@ -274,12 +295,20 @@ void RankLink::look_for_failed_steps(Clock::time_point now) {
 void RankLink::look_for_stuck_steps(Clock::time_point now) {
   if (rank_ != 0 || num_done_ == num_begun_) return;
   if (now - step_began_ <= options_.silence) return;
+  fail("step " + std::to_string(num_begun_) + " did not end within " + seconds(options_.silence) + ": " + late_ranks());
+}
+
+// Who has come less far than others.
+std::string RankLink::late_ranks() const {
+  std::map<int64_t, std::pair<int64_t, int64_t>> progress = {{rank_, {num_begun_, num_collectives_()}}};
+  for (const auto& [rank, peer] : peers_) progress[rank] = {peer->num_begun, peer->num_collectives};
+  const auto first = std::max_element(
+      progress.begin(), progress.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
   std::string late;
-  for (const auto& [rank, peer] : peers_) {
-    if (peer->num_begun < num_begun_) late += (late.empty() ? "" : ", ") + std::to_string(rank);
+  for (const auto& [rank, reached] : progress) {
+    if (reached < first->second) late += (late.empty() ? "rank " : ", ") + std::to_string(rank);
   }
-  fail("step " + std::to_string(num_begun_) + " did not end within " + seconds(options_.silence) +
-           (late.empty() ? ": all ranks are in it" : "; not begun on rank " + late));
+  return late.empty() ? "all ranks are in it" : late + " did not come to where the others wait";
 }
 
 void RankLink::lose(Peer& lost) {

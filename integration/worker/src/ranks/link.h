@@ -66,6 +66,10 @@ class RankLink {
   // The peer's next frame. With a limit, `what` says what did not happen within it.
   Frame receive(int64_t peer, std::optional<std::chrono::milliseconds> limit = std::nullopt, std::string_view what = {});
 
+  // How many collectives this rank has come to, or nothing to ask any more. Called in the link's thread: tells which rank
+  // the others wait for.
+  void watch_collectives(std::function<int64_t()> num_collectives);
+
   // Around each step, so that one that does not end is noticed.
   void begin_step();
   void end_step();
@@ -92,6 +96,7 @@ class RankLink {
     Clock::time_point last_heard;
     bool is_open = true;
     int64_t num_begun = 0, num_done = 0;          // steps
+    int64_t num_collectives = 0;
     std::map<int64_t, std::string> failed_steps;  // number to message
     Clock::time_point failed_at;                  // the last of them
   };
@@ -103,6 +108,7 @@ class RankLink {
   void look_for_silence(Clock::time_point now);
   void look_for_failed_steps(Clock::time_point now);
   void look_for_stuck_steps(Clock::time_point now);
+  std::string late_ranks() const;
   void lose(Peer& peer);
   void fail(const std::string& message);
   void tell(const std::string& message);
@@ -122,6 +128,7 @@ class RankLink {
   int64_t num_begun_ = 0, num_done_ = 0;
   Clock::time_point step_began_;
   Clock::time_point last_sign_;
+  std::function<int64_t()> num_collectives_ = [] { return 0; };
 
   std::thread thread_;
 };

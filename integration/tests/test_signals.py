@@ -1,0 +1,100 @@
+"""SIGINT and SIGTERM: the worker ends within two seconds, and says what became of every request."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 2.0  # seconds, from the signal to the end of the process
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(worker_path: Path, llama: Path) -> Iterator[Start]:
+    """`start(*flags)`: a worker with pipes, killed at the end of the test if it is still there."""
+    workers: list[subprocess.Popen[str]] = []
+
+    def start_worker(*flags: str) -> subprocess.Popen[str]:
+        worker = subprocess.Popen(
+            [str(worker_path), f"--model={llama}", "--device=cpu", "--dtype=float32", *flags],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        workers.append(worker)
+        return worker
+
+    yield start_worker
+    for worker in workers:
+        worker.kill()
+        worker.communicate()
+
+
+def send(worker: subprocess.Popen[str], *requests: dict[str, Any]) -> None:
+    assert worker.stdin is not None
+    worker.stdin.write("".join(json.dumps(request) + "\n" for request in requests))
+    worker.stdin.flush()
+
+
+def read_until(worker: subprocess.Popen[str], condition: Callable[[dict[str, Any]], bool]) -> None:
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if condition(json.loads(line)):
+            return
+    raise AssertionError(f"the worker ended early: {worker.stderr.read() if worker.stderr else ''}")
+
+
+def stop(worker: subprocess.Popen[str], number: signal.Signals) -> list[dict[str, Any]]:
+    """Sends the signal and returns the events that followed, after checking exit code and time."""
+    began = time.monotonic()
+    worker.send_signal(number)
+    assert worker.wait(timeout=30) == 128 + number, worker.stderr.read() if worker.stderr else ""
+    assert time.monotonic() - began < LIMIT
+    assert worker.stdout is not None
+    return [json.loads(line) for line in worker.stdout.read().splitlines()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_requests_in_flight_are_reported_three_times(start: Start, number: signal.Signals) -> None:
+    for _ in range(3):
+        worker = start("--max_seqs_per_batch=2")
+        read_until(worker, lambda event: event.get("event") == "ready")
+        send(
+            worker, *({"id": f"r{i}", "token_ids": [5, 6, 7], "max_tokens": 200, "ignore_eos": True} for i in range(4))
+        )
+        read_until(worker, lambda event: event.get("id") == "r1")
+        events = stop(worker, number)
+        errors = {event["id"]: event["error"] for event in events if "error" in event}
+        assert set(errors) == {"r0", "r1", "r2", "r3"}
+        assert {error["message"] for error in errors.values()} == {f"the worker was stopped by {number.name}"}
+        assert {error["type"] for error in errors.values()} == {"internal"}
+        assert all("error" in event for event in events[-4:])
+
+
+def test_an_idle_worker_ends_at_once(start: Start) -> None:
+    worker = start()
+    read_until(worker, lambda event: event.get("event") == "ready")
+    assert stop(worker, signal.SIGTERM) == []
+
+
+def test_a_worker_that_loads_ends_at_once(start: Start) -> None:
+    worker = start()
+    time.sleep(0.3)
+    assert stop(worker, signal.SIGINT) == []
+    assert worker.stderr is not None
+    assert "stopped by SIGINT" in worker.stderr.read()
+
+
+def test_the_end_of_input_is_not_a_stop(start: Start) -> None:
+    worker = start()
+    send(worker, {"id": "a", "token_ids": [5], "max_tokens": 3, "ignore_eos": True})
+    output, _ = worker.communicate(timeout=60)
+    assert worker.returncode == 0
+    assert '"finished":true' in output
