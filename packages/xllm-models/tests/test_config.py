@@ -50,6 +50,10 @@ ARGS: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+
+
 def test_hf_and_model_args_names_give_one_config() -> None:
     config = ModelConfig.from_dict(HF)
     assert config.num_layers == 2
@@ -73,6 +77,16 @@ def test_hf_and_model_args_names_give_one_config() -> None:
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
         ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}),
         ("qwen3", {"use_sliding_window": False, "sliding_window": 7}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 9}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9}),
+        ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "mlp_only_layers": [0], "norm_topk_prob": True}),
+        ("gemma3_text", {"rope_parameters": None, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}),
+        (
+            "gemma3_text",
+            {"rope_parameters": None, "rope_theta": 1e5, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        ),
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     ],
 )
 def test_model_args_read_back_to_an_equal_config(model_type: str, change: dict[str, Any]) -> None:
@@ -81,7 +95,7 @@ def test_model_args_read_back_to_an_equal_config(model_type: str, change: dict[s
     args = config.to_model_args()
     assert json.loads(json.dumps(args)) == args
     assert not {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"} & args.keys()
-    assert ModelConfig.from_dict(args) == config
+    assert ModelConfig.from_dict(args, defaults=get_model_class(model_type).config_defaults) == config
     assert pickle.loads(pickle.dumps(config)) == config
 
 
@@ -97,6 +111,41 @@ def test_configs_as_transformers_writes_them(hf: Any, tmp_path: Path) -> None:
     assert config.rope.theta == hf.rope_parameters["rope_theta"]
     assert config.tie_word_embeddings == hf.tie_word_embeddings
     assert config.sliding_window == 0
+
+
+def gemma(**change: Any) -> ModelConfig:
+    raw = {key: value for key, value in HF.items() if key != "rope_parameters"} | {"num_hidden_layers": 7}
+    return ModelConfig.from_dict(raw | change, defaults=get_model_class("gemma3_text").config_defaults)
+
+
+def test_rope_parameters_per_layer_type() -> None:
+    nested = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    older = {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    for raw in ({"rope_parameters": nested}, older):
+        config = gemma(**raw)
+        assert config.rope == RopeConfig(rope_type="linear", theta=1e6, factor=8.0)
+        assert config.sliding_rope == RopeConfig(theta=2e4)
+    assert gemma().sliding_rope == RopeConfig(theta=1e4)
+    assert gemma(rope_parameters={"full_attention": {"rope_type": "default"}}).rope == RopeConfig(theta=1e6)
+    assert [gemma().slides(layer) for layer in range(7)] == [True] * 5 + [False, True]
+    nested["sliding_attention"] = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(ValueError, match="rope type 'linear' of sliding_attention layers"):
+        gemma(rope_parameters=nested)
+    with pytest.raises(ValueError, match=r"rope parameters for layer types \['chunked_attention'\]"):
+        gemma(rope_parameters={"chunked_attention": {}})
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_early_names_of_longrope(name: str) -> None:
+    scaling = {"type": name} | {key: value for key, value in LONGROPE.items() if key != "rope_type"}
+    raw = {key: value for key, value in HF.items() if key != "rope_parameters"}
+    config = ModelConfig.from_dict(raw | {"rope_scaling": scaling, "original_max_position_embeddings": 16})
+    assert config.rope.rope_type == "longrope"
+    assert config.rope.long_factor == (2.0, 3.0, 4.0, 5.0)
+    assert (config.rope.factor, config.rope.original_max_position_embeddings) == (4.0, 16)
 
 
 def test_a_family_fills_what_its_config_json_may_omit() -> None:
@@ -133,6 +182,12 @@ def test_a_family_fills_what_its_config_json_may_omit() -> None:
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be at least 1, got 0"),
         ({"use_sliding_window": True}, "config has no sliding_window"),
+        ({"num_experts": 4}, "config has no num_experts_per_tok"),
+        (EXPERTS | {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is outside 1 to num_experts 4"),
+        (EXPERTS | {"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1, got 0"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1, got 0"),
+        ({"rope_parameters": LONGROPE | {"long_factor": 2.0}}, "long_factor in the rope parameters must be a list"),
+        ({"rope_parameters": LONGROPE | {"long_factor": ["2"]}}, "long_factor .* must be a list of numbers"),
     ],
 )
 def test_bad_configs_name_the_key(change: dict[str, Any], message: str) -> None:

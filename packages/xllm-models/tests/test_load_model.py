@@ -113,6 +113,30 @@ def test_bad_arguments_are_refused_by_name(directory: Path, tmp_path: Path) -> N
         load_model(directory, tp_size=3)
 
 
+def test_the_served_length_is_bounded_by_the_model_s_positions(directory: Path) -> None:
+    model = load_model(directory, max_model_len=7)
+    assert {tuple(buffer.shape) for buffer in model.buffers()} == {(7, 8)}
+    for length in (0, 65):
+        with pytest.raises(ValueError, match=f"max_model_len {length} is outside 1 to 64, the model's positions"):
+            load_model(directory, max_model_len=length)
+
+
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "use_bidirectional_attention"])
+def test_what_gemma_does_not_serve_is_refused_by_name(key: str, write_checkpoint: Callable[..., Any]) -> None:
+    _, directory = write_checkpoint("gemma3_text", head_dim=8)
+    change_config(directory, **{key: 1})
+    with pytest.raises(ValueError, match=f"{key} 1 is not supported"):
+        load_model(directory)
+
+
+def test_longrope_factors_must_fit_the_heads(write_checkpoint: Callable[..., Any]) -> None:
+    _, directory = write_checkpoint("phi3", pad_token_id=None)
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    change_config(directory, rope_parameters=factors)
+    with pytest.raises(ValueError, match="rope type 'longrope' needs 4 factors, got 3"):
+        load_model(directory)
+
+
 def test_a_device_that_is_not_there_is_named(directory: Path) -> None:
     with pytest.raises(ValueError, match="device 'cuda:77' is not available: "):
         load_model(directory, device="cuda:77")

@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from xllm_models import ops
+from xllm_models.ops.moe import moe_static
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 7)
@@ -32,6 +37,18 @@ def test_rms_norm_has_the_bits_of_hf(rows: int, dtype: torch.dtype) -> None:
     got = ops.rms_norm(x, weight, 1e-5)
     assert got.dtype == dtype
     assert torch.equal(got, hf_norm(weight, 1e-5)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_unit_offset_norms_have_the_bits_of_gemma(rows: int, dtype: torch.dtype) -> None:
+    x, residual, weight = random(rows, 48, dtype=dtype), random(rows, 48, dtype=dtype) * 3, random(48, dtype=dtype)
+    norm = Gemma3RMSNorm(48, 1e-5)
+    norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    assert torch.equal(ops.rms_norm(x, weight, 1e-5, True), norm(x))
+    normed, total = ops.fused_add_rms_norm(x, residual, weight, 1e-5, True)
+    assert torch.equal(total, residual + x)
+    assert torch.equal(normed, norm(residual + x))
 
 
 def test_rms_norm_of_heads_in_a_fused_projection_is_contiguous() -> None:
@@ -66,9 +83,66 @@ def test_silu_and_mul_rounds_as_hf(rows: int, dtype: torch.dtype) -> None:
     assert (got != want).sum() <= 0.05 * want.numel()
 
 
-def test_silu_and_mul_refuses_an_odd_dimension() -> None:
-    with pytest.raises(ValueError, match="even last dimension, got 7"):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("approximate", "name"), [("none", "gelu"), ("tanh", "gelu_pytorch_tanh")])
+def test_gelu_and_mul_is_hf_s_activation_times_up(approximate: str, name: str, dtype: torch.dtype) -> None:
+    x = random(7, 40, dtype=dtype)
+    got = ops.gelu_and_mul(x, approximate)
+    assert got.is_contiguous()
+    want = ACT2FN[name](x[:, :20].contiguous()) * x[:, 20:]
+    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_gated_activations_refuse_bad_input() -> None:
+    with pytest.raises(ValueError, match="silu_and_mul needs an even last dimension, got 7"):
         ops.silu_and_mul(random(2, 7))
+    with pytest.raises(ValueError, match="gelu_and_mul needs an even last dimension, got 7"):
+        ops.gelu_and_mul(random(2, 7))
+    with pytest.raises(RuntimeError, match="approximate argument must be"):
+        ops.gelu_and_mul(random(2, 8), "sigmoid")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_qk_norm_rope_is_the_norms_then_the_rotation(unit_offset: bool, dtype: torch.dtype) -> None:
+    qkv = random(5, 8, 16, dtype=dtype)
+    weights = random(16, dtype=dtype), random(16, dtype=dtype) + 1
+    positions, angles = torch.tensor([3, 0, 8, 8, 2]), random(10, 8)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    normed = (ops.rms_norm(x, w, 1e-5, unit_offset) for x, w in zip((qkv[:, :4], qkv[:, 4:6]), weights, strict=True))
+    want = ops.rotary(*normed, positions, table)
+    got = ops.qk_norm_rope(qkv[:, :4], qkv[:, 4:6], *weights, positions, table, 1e-5, unit_offset)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.is_contiguous()
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(6, 2), (1, 1), (5, 5)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_moe_is_hf_s_sparse_block(rows: int, num_experts: int, top_k: int, normalize: bool) -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=24,
+        moe_intermediate_size=16,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=normalize,
+    )
+    config._experts_implementation = "eager"
+    block = Qwen3MoeSparseMoeBlock(config).requires_grad_(False)
+    for parameter in block.parameters():
+        parameter.copy_(random(*parameter.shape) * 0.3)
+    x = random(rows, 24)
+    arguments = (x, x @ block.gate.weight.t(), block.experts.gate_up_proj, block.experts.down_proj, top_k, normalize)
+    want = block(x.unsqueeze(0))[0] if rows else x
+    torch.testing.assert_close(ops.moe(*arguments), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moe_static(*arguments), want, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_is_the_framework_s_product() -> None:
+    x, weight, bias = random(3, 2, 8), random(5, 8), random(5)
+    assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert torch.equal(ops.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,8 +174,14 @@ def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None
         ("rms_norm", (x, weight, 1e-6)),
         ("fused_add_rms_norm", (x, residual, weight, 1e-6)),
         ("silu_and_mul", (x,)),
+        ("rms_norm", (x, weight, 1e-6, True)),
+        ("gelu_and_mul", (x, "tanh")),
         ("rotary", (random(rows, 4, 16, dtype=dtype), random(rows, 2, 16, dtype=dtype), positions, random(9, 16))),
+        ("linear", (x, random(6, 32, dtype=dtype))),
+        ("linear", (x, random(6, 32, dtype=dtype), random(6, dtype=dtype))),
     ]
+    gate_up, down = random(3, 16, 32, dtype=dtype), random(3, 32, 8, dtype=dtype)
+    cases.append(("moe", (x, random(rows, 3, dtype=dtype), gate_up, down, 2, True)))
     if rows:  # opcheck itself fails on views without elements
         columns = random(32, rows, dtype=dtype).t()
         cases += [
@@ -110,6 +190,7 @@ def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None
             ("fused_add_rms_norm", (columns, residual, weight, 1e-6)),
             ("silu_and_mul", (columns,)),
             ("rotary", (qkv[:, :4], qkv[:, 4:6], positions, random(9, 8))),
+            ("qk_norm_rope", (qkv[:, :4], qkv[:, 4:6], weight[:16], weight[16:], positions, random(9, 8), 1e-6)),
         ]
     for name, arguments in cases:
         torch.library.opcheck(getattr(torch.ops.xllm, name).default, arguments)
