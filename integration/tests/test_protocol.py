@@ -193,3 +193,20 @@ def test_a_reader_that_has_gone_ends_the_worker(probe_path: Path) -> None:
     assert b"stdout: Broken pipe" in process.stderr.read()
     process.stdin.close()
     process.stderr.close()
+
+
+def test_no_step_runs_between_pause_and_resume(run_probe: RunProbe) -> None:
+    lines: list[Line] = [{"command": "pause"}, GOOD, {"command": "stats"}, {"command": "resume"}]
+    events = serve(run_probe, *lines, step_ms=5)
+    assert [event.get("event", "") for event in events] == ["stats", "", "", ""]
+    assert events[0]["scheduler"]["num_waiting"] == 1
+    assert events[-1]["finished"]
+
+
+def test_the_end_of_the_input_resumes(run_probe: RunProbe) -> None:
+    assert serve(run_probe, {"command": "pause"}, GOOD)[-1]["finished"]
+
+
+def test_show_logits_is_a_flag(run_probe: RunProbe) -> None:
+    (event,) = serve(run_probe, request(show_logits=1))
+    assert event["error"]["message"] == "show_logits is 1; expected true or false"

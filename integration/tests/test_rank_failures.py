@@ -20,11 +20,12 @@ LIMIT = 15.0
 
 REQUEST = {"id": "r", "token_ids": [5, 6], "max_tokens": 8, "ignore_eos": True}
 
-# A model that does as the token says, on rank 1 alone: 13 kills the process, 17 stops it, 19 raises there, 21 raises on
-# every rank; and kills the process while it loads when DIE_IN_LOAD is set.
+# A model that does as the token says, on rank 1 alone: 13 kills the process, 17 stops it, 19 raises there, 23 sleeps;
+# 21 raises on every rank. And it kills the process while it loads when DIE_IN_LOAD is set.
 PLUGIN = """
 import os
 import signal
+import time
 
 from xllm_models.models.llama import LlamaForCausalLM
 
@@ -46,6 +47,8 @@ class FragileForCausalLM(LlamaForCausalLM):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if 19 in told:
                 raise ArithmeticError("19 is not a lucky token")
+            if 23 in told:
+                time.sleep(3600)
         return super().forward(input_ids, positions)
 """
 
@@ -182,6 +185,15 @@ def test_a_rank_that_hangs(fragile: tuple[Path, str], start: Start) -> None:
     send(worker, REQUEST | {"token_ids": [5, 17]})
     _, errors = ends(worker, begin)
     assert "error: rank 1 gave no sign of life for 3 s" in errors
+
+
+def test_a_rank_that_does_not_come_to_a_collective(fragile: tuple[Path, str], start: Start) -> None:
+    worker = start(*fragile, "--tp_size=2", "--tp_timeout=3")
+    read(worker)
+    begin = time.monotonic()
+    send(worker, REQUEST | {"token_ids": [5, 23]})
+    _, errors = ends(worker, begin)
+    assert "error: step 1 did not end within 3 s: rank 1 did not come to where the others wait" in errors
 
 
 def test_a_rank_that_fails_alone(fragile: tuple[Path, str], start: Start) -> None:

@@ -14,6 +14,16 @@ void count(Traffic& traffic, const at::Tensor& x) {
   traffic.num_bytes += x.numel() * static_cast<int64_t>(x.element_size());
 }
 
+// torch 2.13 renamed it and deprecated the old name.
+template <class Group>
+auto gather_into(Group& group, at::Tensor& out, at::Tensor& input) {
+  if constexpr (requires { group.all_gather_single(out, input); }) {
+    return group.all_gather_single(out, input);
+  } else {
+    return group._allgather_base(out, input);
+  }
+}
+
 }  // namespace
 
 std::function<int64_t()> count_collectives(const std::string& group_name) {
@@ -50,7 +60,7 @@ at::Tensor Collectives::all_gather(const at::Tensor& x) {
   shape.at(0) *= size_;
   at::Tensor out = x.new_empty(shape);
   at::Tensor input = x.contiguous();
-  group_->_allgather_base(out, input)->wait();
+  gather_into(*group_, out, input)->wait();
   return out;
 }
 

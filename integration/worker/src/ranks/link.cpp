@@ -181,7 +181,7 @@ std::optional<std::string> RankLink::failure(milliseconds wait) {
 }
 
 void RankLink::abort(const std::string& message) {
-  is_ending_ = true;
+  is_aborting_ = true;
   tell(message);
 }
 
@@ -254,7 +254,9 @@ void RankLink::take(Peer& from, Frame frame) {
     case FrameType::kAbort:
       fail(frame.payload);
       return;
-    default: from.frames.push_back(std::move(frame));
+    default:
+      from.may_leave = from.may_leave || frame.type == FrameType::kEnd;
+      from.frames.push_back(std::move(frame));
   }
   has_news_.notify_all();
 }
@@ -277,7 +279,7 @@ void RankLink::send_signs_of_life() {
 
 void RankLink::look_for_silence(Clock::time_point now) {
   for (const auto& [rank, peer] : peers_) {
-    if (peer->is_open && !is_ending_ && now - peer->last_heard > options_.silence) {
+    if (peer->is_open && !peer->may_leave && !is_aborting_ && now - peer->last_heard > options_.silence) {
       fail(rank_name(rank) + " gave no sign of life for " + seconds(options_.silence));
     }
   }
@@ -312,10 +314,7 @@ std::string RankLink::late_ranks() const {
 }
 
 void RankLink::lose(Peer& lost) {
-  if (is_ending_) {
-    has_news_.notify_all();
-    return;
-  }
+  if (lost.may_leave || is_aborting_) return;
   std::string how;
   // The system tells a little later than the connection.
   for (int i = 0; i < 20 && how.empty(); ++i) {

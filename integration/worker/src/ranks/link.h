@@ -83,9 +83,6 @@ class RankLink {
   // Tells the peers that this rank fails, and why.
   void abort(const std::string& message);
 
-  // From now on peers may leave.
-  void expect_end() { is_ending_ = true; }
-
  private:
   struct Peer {
     int64_t rank = 0;
@@ -95,6 +92,7 @@ class RankLink {
     std::deque<Frame> frames;
     Clock::time_point last_heard;
     bool is_open = true;
+    bool may_leave = false;  // it has said that it ends
     int64_t num_begun = 0, num_done = 0;          // steps
     int64_t num_collectives = 0;
     std::map<int64_t, std::string> failed_steps;  // number to message
@@ -118,7 +116,7 @@ class RankLink {
   int64_t rank_;
   LinkOptions options_;
   std::map<int64_t, std::unique_ptr<Peer>> peers_;
-  std::atomic<bool> is_ending_{false};
+  std::atomic<bool> is_aborting_{false};
   std::atomic<bool> is_stopping_{false};
 
   std::mutex mutex_;  // of all below and of the peers' frames and progress

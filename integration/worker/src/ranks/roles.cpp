@@ -93,7 +93,6 @@ std::string LeaderModel::stats_json() {
 
 void LeaderModel::shutdown() {
   RankLink& link = ranks_.link();
-  link.expect_end();
   link.send_all(FrameType::kEnd);
   model_.shutdown();
   leave_();
@@ -122,7 +121,6 @@ void follow(RankGroup& ranks, StepExecutor executor, const std::function<void()>
       break;
     }
   }
-  link.expect_end();
   executor.model().shutdown();
   leave();
   link.send(0, FrameType::kEnd);
