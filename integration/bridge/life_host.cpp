@@ -333,6 +333,15 @@ int after_shutdown(const std::string& model_path) {
   return 0;
 }
 
+int where() {
+  const py::gil_scoped_acquire gil;
+  py::exec(R"(
+import json, sys, torch, xllm_executor
+print(json.dumps({"prefix": sys.prefix, "torch": torch.__file__, "xllm_executor": xllm_executor.__file__}), file=sys.stderr)
+)");
+  return 0;
+}
+
 void print_record(int level, std::string_view logger, std::string_view message) {
   std::printf("%d|%.*s|%.*s\n", level, static_cast<int>(logger.size()), logger.data(),
               static_cast<int>(message.size()), message.data());
@@ -363,6 +372,9 @@ int run(const std::string& model_path, const std::string& executable, const std:
   PythonRuntime::start(options);
   if (scenario == "sink" || scenario == "no_sink") {
     return say_things();
+  }
+  if (scenario == "where") {
+    return where();
   }
   if (scenario == "signals") {
     Host host(model_path);

@@ -8,13 +8,14 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 Completed = subprocess.CompletedProcess[str]
 Live = Callable[..., Completed]
 THIS_VERSION = sysconfig.get_python_version()
+PACKAGES = Path(__file__).resolve().parents[3] / "packages"
 QUIET = {"OMP_NUM_THREADS": "1"}
 
 
@@ -152,32 +153,36 @@ def test_the_calling_order_of_xllms_bridge(live: Live) -> None:
     assert "missing: model.embed_tokens.weight" in error
 
 
-def environment_of(python: Path, program: str) -> dict[str, Any]:
-    """What a plain run of a python says of itself."""
-    result = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
-    return dict(json.loads(result.stdout))
-
-
 def test_a_virtual_environment_with_editable_installs(live: Live, tmp_path: Path) -> None:
-    """A fresh environment that sees torch through a .pth file and the packages through editable installs' finders."""
+    """A fresh environment that sees third-party packages through a .pth file, and ours as editable installs."""
     folder = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
-    site = Path(
-        environment_of(python, "import json, sysconfig; print(json.dumps({'p': sysconfig.get_path('purelib')}))")["p"]
-    )
-    paths = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "others.pth").write_text("\n".join(f"import site; site.addsitedir({path!r})" for path in paths) + "\n")
-    result = check(live("steps", 5, executable=python))
-    assert result.stderr == ""
+    site = folder / "lib" / f"python{THIS_VERSION}" / "site-packages"
+    (site / "third_party.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    editable = [part for package in sorted(PACKAGES.glob("xllm-*")) for part in ("--editable", str(package))]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *options, *editable]
+    installed = subprocess.run(pip, capture_output=True, text=True, check=False)
+    assert installed.returncode == 0, installed.stderr
+    where = json.loads(check(live("where", executable=python)).stderr)
+    source = PACKAGES / "xllm-executor" / "src" / "xllm_executor" / "__init__.py"
+    assert where == {"prefix": str(folder), "torch": torch.__file__, "xllm_executor": str(source)}
+    assert check(live("steps", 5, executable=python)).stderr == ""
 
 
 def test_a_plain_python_with_pythonpath(live: Live) -> None:
     """The interpreter that the environment was made from, which finds the packages by PYTHONPATH alone."""
-    base = Path(sysconfig.get_config_var("BINDIR")) / f"python{sysconfig.get_python_version()}"
-    paths = [path for path in sys.path if path.endswith(("site-packages", "/src"))]
-    result = check(live("steps", 5, executable=base, PYTHONPATH=":".join(paths)))
-    assert result.stderr == ""
+    base = Path(sysconfig.get_config_var("BINDIR")) / f"python{THIS_VERSION}"
+    paths = ":".join(path for path in sys.path if path.endswith(("site-packages", "/src")))
+    where = json.loads(check(live("where", executable=base, PYTHONPATH=paths)).stderr)
+    assert (where["prefix"], where["torch"]) == (sys.base_prefix, torch.__file__)
+    assert check(live("steps", 5, executable=base, PYTHONPATH=paths)).stderr == ""
+
+
+def test_the_environment_that_the_bridge_was_configured_for(live: Live) -> None:
+    where = json.loads(check(live("where", executable="")).stderr)
+    assert (where["prefix"], where["torch"]) == (sys.prefix, torch.__file__)
 
 
 @pytest.mark.parametrize("kind", ["other_version", "not_python"])
