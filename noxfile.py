@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "ci"))
 from environments import BELOW, PACKAGES, layered, package_dir, shared  # noqa: E402
 
 nox.needs_version = ">=2025.2"
-nox.options.sessions = ["lint", "tests", "graph", "integration"]
+nox.options.sessions = ["lint", "tests", "graph", "integration", "parity"]
 # Environments are layered over a shared one (ci/environments.py), which nox's own cannot be.
 nox.options.default_venv_backend = "none"
 
@@ -54,6 +54,7 @@ def lint(session: nox.Session) -> None:
     run("-m", "ruff", "format", "--check", ".")
     run("-m", "mypy", *(f"packages/xllm-{package}/src" for package in PACKAGES), "integration/python")
     run(str(python.parent / "lint-imports"), "--no-cache")
+    run("benchmarks/attention_table.py", "--check")
 
 
 @nox.session
@@ -108,6 +109,16 @@ def integration(session: nox.Session) -> None:
     worker = _build_worker(session, python)
     run = _runner(session, python, PYTHONPATH=str(TEXT_FRONT), XLLM_WORKER=str(worker), XLLM_VALIDATE="1")
     run("-m", "pytest", *(session.posargs or ("integration/bridge/tests", "integration/tests")))
+
+
+@nox.session
+@timed
+def parity(session: nox.Session) -> None:
+    """The native C++ model against the Python one, byte for byte, at one rank and at two. Arguments go to pytest."""
+    python = _worker_environment(session)
+    worker = _build_worker(session, python)
+    run = _runner(session, python, PYTHONPATH=str(TEXT_FRONT), XLLM_WORKER=str(worker))
+    run("-m", "pytest", *(session.posargs or ("integration/parity",)))
 
 
 @nox.session
