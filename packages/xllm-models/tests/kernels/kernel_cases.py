@@ -133,9 +133,10 @@ def test_linear_of_any_rows(dtype: torch.dtype) -> None:
         agree("linear", random(*shape, dtype=dtype), weight, factor=2.0)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 30])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(6, 2), (1, 1), (9, 9)])
+@pytest.mark.parametrize("tokens", [0, 1, 20])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "normalize"), [(6, 2, True), (6, 2, False), (1, 1, True), (9, 9, False)]
+)
 def test_moe(dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, normalize: bool) -> None:
     hidden, features = 32, 20
     x, router_logits = random(tokens, hidden, dtype=dtype), random(tokens, num_experts, dtype=dtype)
@@ -146,9 +147,10 @@ def test_moe(dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, norm
     agree("moe", *arguments, kernel=moe_static, factor=3.0)
 
 
-def test_moe_of_more_pairs_than_one_program_sorts(dtype: torch.dtype) -> None:
+def test_moe_of_more_pairs_than_one_program_sorts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xllm_models.kernels.moe_layout.MAX_PAIRS_IN_A_KERNEL", 100)
     weights = random(9, 16, 16, dtype=dtype, scale=0.3), random(9, 16, 8, dtype=dtype, scale=0.3)
-    x, router_logits = random(130, 16, dtype=dtype), random(130, 9, dtype=dtype)
+    x, router_logits = random(14, 16, dtype=dtype), random(14, 9, dtype=dtype)
     agree("moe", x, router_logits, *weights, 8, False, factor=3.0)
 
 
@@ -162,7 +164,7 @@ def test_moe_whose_tokens_all_choose_one_expert(dtype: torch.dtype) -> None:
 def test_tiles_of_a_kernel_are_those_of_torch(dtype: torch.dtype) -> None:
     from xllm_models.kernels.moe_layout import _lay_out_many, lay_out
 
-    for num_pairs, num_experts in ((1, 1), (5, 3), (64, 2), (100, 128), (1024, 8)):
+    for num_pairs, num_experts in ((1, 1), (5, 3), (64, 2), (100, 128), (256, 8)):
         generator = torch.Generator().manual_seed(num_pairs)
         experts = torch.randint(0, num_experts, (num_pairs,), generator=generator, dtype=torch.int32).to(DEVICE)
         got = lay_out(experts, num_experts)
