@@ -216,6 +216,24 @@ def test_a_step_that_fails_on_all_ranks_costs_its_requests_only(fragile: tuple[P
     assert json.loads(stdout.splitlines()[-1])["completion_tokens"] == 8
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_ranks_is_an_orderly_end(llama: Path, start: Start, number: signal.Signals) -> None:
+    """As Ctrl-C in a terminal, or torchrun's end."""
+    worker = start(llama, "--tp_size=2")
+    read(worker)
+    send(worker, {"command": "pause"})
+    send(worker, REQUEST)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    os.killpg(worker.pid, number)
+    stdout, errors = worker.communicate(timeout=60)
+    assert (worker.returncode, errors) == (128 + number, "")
+    assert number.name in json.loads(stdout.splitlines()[-1])["error"]["message"]
+    while members(worker.pid):
+        assert time.monotonic() - begin < LIMIT
+        time.sleep(0.01)
+
+
 def test_the_leader_killed(llama: Path, start: Start) -> None:
     worker = start(llama, "--tp_size=2")
     read(worker)

@@ -24,7 +24,7 @@ namespace xllm::worker {
 namespace {
 
 int report(const std::string& message, int exit_code) {
-  std::cerr << "error: " << message << std::endl;
+  std::cerr << "error: " + message + "\n" << std::flush;  // in one piece, between those of other ranks
   return exit_code;
 }
 
@@ -53,6 +53,11 @@ void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& mo
       [&] { inbox.close(); });
   std::promise<void> ended;
   std::future<void> has_ended = ended.get_future();
+  struct HandlerEnd {
+    StopSignals& signals;
+    ~HandlerEnd() { signals.set_handler([](int) {}); }  // before what the handler uses is gone
+  };
+  const HandlerEnd handler_end{signals};
   signals.set_handler([&](int number) {
     const std::string message = "the worker was stopped by " + signal_name(number);
     engine.stop(message);
@@ -105,7 +110,10 @@ void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutpu
     ranks.link().watch_collectives(nullptr);
     group->leave();
   };
-  if (place.rank != 0) return follow(ranks, std::move(executor), leave);
+  if (place.rank != 0) {
+    signals.set_handler([](int) {});  // Ctrl-C reaches all ranks of a terminal: rank 0 ends, and tells the others
+    return follow(ranks, std::move(executor), leave);
+  }
   LeaderModel model(std::move(executor), ranks, leave);
   serve(options, facts, model, output, signals);
 }
@@ -119,7 +127,7 @@ std::string last_words(RankGroup& ranks, const std::string& message) {
   return failure && !failure->ends_with(": " + message) ? *failure : message;
 }
 
-// Ends the process itself: other threads may be stuck in collectives with ranks that are gone, and must not be waited for.
+// Ends the process itself: other threads may be stuck in collectives with ranks that are gone, and need no wait.
 [[noreturn]] void run_rank(const WorkerOptions& options, const std::vector<std::string>& args, const RankPlace& place,
                            StopSignals& signals) {
   ProtocolOutput output;

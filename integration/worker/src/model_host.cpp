@@ -42,8 +42,8 @@ std::vector<std::string> split_path(const std::string& text) {
   return folders;
 }
 
-// After Python has imported torch, which brings its CUDA part in where there is one. Without an index, each rank takes the
-// device of its number.
+// After Python has imported torch, which brings its CUDA part in where there is one. Without an index, each rank takes
+// the device of its number.
 at::Device resolve_device(const WorkerOptions& options, const RankPlace& place) {
   const DeviceChoice choice = parse_device(options);
   if (choice.kind == DeviceChoice::Kind::kCpu) return at::Device(at::kCPU);

@@ -1,5 +1,5 @@
-// A model from its checkpoint to its first step, whatever language it is written in: what both implementations share, and
-// what each has to offer. The interpreter, which loads for both, is started here.
+// A model from its checkpoint to its first step, whatever language it is written in: what both implementations share,
+// and what each has to offer. The interpreter, which loads for both, is started here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,8 +31,8 @@ class LoadedModel {
   virtual at::Device device() const = 0;
   virtual std::vector<executor::CacheShape> cache_shapes() const = 0;  // one a layer
 
-  // Makes it ready for its first step, warm-up included. Once. `group`: of its ranks, which all call this; absent when it
-  // has one rank. caches: [layer] -> {k, v}.
+  // Makes it ready for its first step, warm-up included. Once. `group`: of its ranks, which all call this; absent when
+  // it has one rank. caches: [layer] -> {k, v}.
   virtual std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
                                                const ServerFacts& facts,
                                                std::vector<std::vector<at::Tensor>> caches,

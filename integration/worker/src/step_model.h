@@ -37,8 +37,8 @@ class StepModel {
 
   virtual ~StepModel() = default;
 
-  // Computes the step and returns the next token of each entry with needs_token(), in order. Throws std::exception when the
-  // step failed; the model must be usable for the next one, unless it is a RankFailure.
+  // Computes the step and returns the next token of each entry with needs_token(), in order. Throws std::exception when
+  // the step failed; the model must be usable for the next one, unless it is a RankFailure.
   virtual std::vector<NextToken> step(std::span<const ScheduledSequence> batch) = 0;
 
   // A JSON object of counters.

@@ -108,7 +108,9 @@ std::vector<Block> plan_blocks(Range rows, int64_t kv_len, int64_t first_key, in
   for (int64_t start = 0; start < q_len; start += kQueryBlock) {
     const int64_t stop = std::min(start + kQueryBlock, q_len);
     const int64_t lowest = first_visible(prefix_len + start, window);
-    Block block{{rows.begin + start, rows.begin + stop}, {lowest - first_key, prefix_len + stop - first_key}, {}, false};
+    Block block;
+    block.rows = {rows.begin + start, rows.begin + stop};
+    block.keys = {lowest - first_key, prefix_len + stop - first_key};
     if (stop - start > 1) block.mask = masks.get(stop - start, prefix_len + start - lowest);
     blocks.push_back(std::move(block));
   }

@@ -1,4 +1,4 @@
-// Llama and Qwen3 in C++: the layers of xllm_models in the same order, on the same tensors. Owns neither cache nor runner.
+// Llama and Qwen3 in C++: the layers of xllm_models in the same order, on the same tensors. Owns no cache, no runner.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
-// The compute ops of a model, each the same sequence of ATen calls and roundings as the torch implementation of the op of
-// that name in xllm_models: equal inputs give equal bytes.
+// The compute ops of a model, each the same sequence of ATen calls and roundings as the torch implementation of the op
+// of that name in xllm_models: equal inputs give equal bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -42,7 +42,9 @@ bool is_decode(const Batch& batch) { return !batch.metadata.is_prefill() && !bat
 
 }  // namespace
 
-std::vector<int64_t> sequence_buckets(int64_t max_num_seqs) { return up_to(max_num_seqs, {1, 2, 4, 8}, {{16, INT64_MAX}}); }
+std::vector<int64_t> sequence_buckets(int64_t max_num_seqs) {
+  return up_to(max_num_seqs, {1, 2, 4, 8}, {{16, INT64_MAX}});
+}
 
 std::vector<int64_t> token_buckets(int64_t max_num_tokens) {
   return up_to(max_num_tokens, {1, 2, 4, 8, 16, 32, 64, 128, 256}, {{256, 2048}, {1024, INT64_MAX}});

@@ -1,5 +1,5 @@
-// What holds the ranks of one model together: rank 0's connection to every other, the frames on it, and the watch that ends
-// all of them when one has gone, hangs or fails. It knows no tensors and no Python, so it works while those are stuck.
+// What holds the ranks of one model together: rank 0's connection to every other, the frames on it, and the watch that
+// ends all of them when one has gone, hangs or fails. It knows no tensors and no Python: it works while those are stuck.
 #pragma once
 
 #include <atomic>
@@ -64,17 +64,20 @@ class RankLink {
   void send(int64_t peer, FrameType type, std::string_view payload = {});
   void send_all(FrameType type, std::string_view payload = {});
   // The peer's next frame. With a limit, `what` says what did not happen within it.
-  Frame receive(int64_t peer, std::optional<std::chrono::milliseconds> limit = std::nullopt, std::string_view what = {});
+  Frame receive(int64_t peer,
+                std::optional<std::chrono::milliseconds> limit = std::nullopt,
+                std::string_view what = {});
 
-  // How many collectives this rank has come to, or nothing to ask any more. Called in the link's thread: tells which rank
-  // the others wait for.
+  // How many collectives this rank has come to, or nothing to ask any more. Called in the link's thread: it tells which
+  // rank the others wait for.
   void watch_collectives(std::function<int64_t()> num_collectives);
 
   // Around each step, so that one that does not end is noticed.
   void begin_step();
   void end_step();
 
-  // Leader, when its own step failed: returns when it failed on all ranks, which can then go on; else throws RankFailure.
+  // Leader, when its own step failed: returns when it failed on all ranks, which can then go on; else throws
+  // RankFailure.
   void check_all_failed(const std::string& message);
 
   // Why the ranks cannot go on; waits up to `wait` for the watch to notice.

@@ -1,5 +1,5 @@
-// Which rank of which group this process is: from the options, from torchrun's environment, or the first of a group that
-// it starts itself.
+// Which rank of which group this process is: from the options, from torchrun's environment, or the first of a group
+// that it starts itself.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct RankPlace {
 using Environment = std::function<std::optional<std::string>(const char* name)>;
 std::optional<std::string> process_environment(const char* name);
 
-// torchrun's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, where all are set, say what no option says; an option that says
-// otherwise is an OptionError. With --tp_size alone, this process is rank 0 and starts the others.
+// torchrun's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, where all are set, say what no option says; an option that
+// says otherwise is an OptionError. With --tp_size alone, this process is rank 0 and starts the others.
 RankPlace resolve_place(const WorkerOptions& options, const Environment& environment);
 
 }  // namespace xllm::worker

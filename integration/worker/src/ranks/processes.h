@@ -22,8 +22,8 @@ class RankProcesses {
   RankProcesses(const RankProcesses&) = delete;
   RankProcesses& operator=(const RankProcesses&) = delete;
 
-  // Starts this program again for ranks 1 to place.size - 1, with the same arguments and torchrun's environment. They end
-  // with this process, their stdin is empty and their stdout is stderr.
+  // Starts this program again for ranks 1 to place.size - 1, with the same arguments and torchrun's environment. They
+  // end with this process, their stdin is empty and their stdout is stderr.
   void start(const std::vector<std::string>& args, const RankPlace& place);
 
   // How the rank's process ended, "killed by signal 9 (Killed)"; empty while it runs or was not started here.

@@ -89,7 +89,9 @@ std::map<int64_t, Socket> RankGroup::gather(const std::vector<std::string>& args
 
 int64_t RankGroup::admit(const Socket& socket, const std::map<int64_t, Socket>& present) const {
   const std::optional<Frame> hello = read_frame(socket, kHelloLimit);
-  if (!hello || hello->type != FrameType::kHello) throw RankFailure("a rank came to rank 0 and did not say which it is");
+  if (!hello || hello->type != FrameType::kHello) {
+    throw RankFailure("a rank came to rank 0 and did not say which it is");
+  }
   const nlohmann::json who = nlohmann::json::parse(hello->payload);
   const int64_t rank = who.at("rank");
   const int64_t size = who.at("size");

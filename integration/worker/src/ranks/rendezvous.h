@@ -24,8 +24,8 @@ struct RendezvousOptions {
 // The ranks of one model as this process sees them. Lives until the process ends.
 class RankGroup {
  public:
-  // Meets the others; starts them first when the place says so, with the arguments of this program. Throws RankFailure that
-  // names who did not come.
+  // Meets the others; starts them first when the place says so, with the arguments of this program. Throws RankFailure
+  // that names who did not come.
   RankGroup(RankPlace place, const std::vector<std::string>& args, const RendezvousOptions& options);
   ~RankGroup();
 
