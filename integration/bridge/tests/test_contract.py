@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xllm_metadata import build_attention_metadata
-from xllm_models import ModelConfig
+from xllm_models import ModelConfig, get_model_class, supported_models
 
 Ask = Callable[[str, Any], Any]
 
@@ -62,6 +62,26 @@ SAMPLE = {
 }
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [0],
+    },
+    "gemma3_text": {
+        "head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32, "final_logit_softcapping": 30.0,
+        "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "phi3": {
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16},
+    },
+}  # fmt: skip
+
+
 def test_reflected_structs_cross_and_come_back(ask: Ask) -> None:
     assert ask("sample", SAMPLE) == SAMPLE
     defaults = {"flag": False, "small": 0, "ratio": 0.5, "text": "", "maybe": None, "inner": {"count": 1, "names": []}}
@@ -87,6 +107,22 @@ def test_model_args_are_what_a_model_says(ask: Ask) -> None:
         args = ModelConfig.from_dict({**base, "rope_scaling": scaling}).to_model_args()
         crossed = ask("model_args", args)
         assert {key: crossed[key] for key in args} == args
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_model_args_of_every_family(ask: Ask, model_type: str) -> None:
+    base = {
+        "model_type": model_type, "vocab_size": 9, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    defaults = get_model_class(model_type).config_defaults
+    args = ModelConfig.from_dict({**base, **FAMILIES[model_type]}, defaults=defaults).to_model_args()
+    crossed = ask("model_args", args)
+    assert {key: crossed[key] for key in args} == args
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert {name for name in supported_models() if not name.endswith("ForCausalLM")} <= set(FAMILIES)
 
 
 def test_parallel_args(ask: Ask) -> None:

@@ -83,12 +83,17 @@ PyCausalLM PyCausalLM::load(const LoadOptions& options, const ParallelArgs& para
     if (!options.dtype.empty()) {
       dtype = py::str(options.dtype);
     }
+    py::object max_model_len = py::none();
+    if (options.max_model_len > 0) {
+      max_model_len = py::int_(options.max_model_len);
+    }
     py::object model = py::module_::import("xllm_models")
                            .attr("load_model")(options.model_path,
                                                py::arg("device") = options.device,
                                                py::arg("dtype") = dtype,
                                                py::arg("tp_rank") = parallel.tp_rank(),
                                                py::arg("tp_size") = parallel.tp_size(),
+                                               py::arg("max_model_len") = max_model_len,
                                                py::arg("progress") = options.progress);
     return PyCausalLM(Impl::make(std::move(model), parallel));
   });

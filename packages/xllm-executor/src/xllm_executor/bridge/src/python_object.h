@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "active_call.h"
+#include "life.h"
 #include "xllm/executor/python_error.h"
 #include "xllm/executor/python_runtime.h"
 

@@ -5,25 +5,19 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
-#include <bit>
-#include <chrono>
 #include <csignal>
-#include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <tuple>
 
-#include "active_call.h"
 #include "child_process.h"
 #include "contract.h"
+#include "life.h"
 #include "python_object.h"
 
 namespace xllm::executor {
@@ -32,55 +26,8 @@ namespace py = pybind11;
 
 namespace {
 
-enum class State { kNotStarted, kRunning, kShutDown, kExiting };
-
-std::atomic<State> g_state{State::kNotStarted};
 std::atomic<PythonRuntime*> g_runtime{nullptr};
 std::mutex g_start_mutex;
-std::atomic<int> g_active_calls{0};
-thread_local int t_active_calls = 0;
-
-constexpr std::chrono::seconds kExitGrace{5};
-
-void on_process_exit(int status, void*);
-
-// What is registered last runs first at exit, and libtorch makes globals as steps first need them. So the handler is
-// registered again after 1, 2, 4, 8, ... calls, to stay ahead of them; it does the same however often it runs.
-std::atomic<uint64_t> g_finished_calls{0};
-
-void register_exit_handler() { on_exit(on_process_exit, nullptr); }
-
-[[noreturn]] void refuse(State state) {
-  switch (state) {
-    case State::kNotStarted:
-      throw std::runtime_error("Python is not started: call PythonRuntime::start first");
-    case State::kShutDown:
-      throw std::runtime_error("Python was shut down by PythonRuntime::shutdown");
-    default:
-      throw std::runtime_error("the process is exiting: Python takes no more calls");
-  }
-}
-
-// Waits until no other thread is in a call; false when that takes longer than `limit`.
-bool wait_for_other_calls(std::optional<std::chrono::seconds> limit) {
-  const auto start = std::chrono::steady_clock::now();
-  while (g_active_calls.load() > t_active_calls) {
-    if (limit.has_value() && std::chrono::steady_clock::now() - start > *limit) {
-      return false;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
-}
-
-// Must run before the destructors of libtorch's globals: a thread that is in a step must not run into those.
-void on_process_exit(int status, void*) {
-  g_state.store(State::kExiting);
-  if (!wait_for_other_calls(kExitGrace)) {
-    std::fflush(nullptr);
-    _exit(status);
-  }
-}
 
 std::runtime_error cannot_start(const std::string& why) {
   return std::runtime_error("cannot start Python: " + why);
@@ -267,29 +214,20 @@ PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
   runtime->executable_ = executable;
   runtime->version_ = version;
   g_runtime.store(runtime);
-  g_state.store(State::kRunning);
-  register_exit_handler();
+  begin_life();
   return *runtime;
 }
 
 PythonRuntime& PythonRuntime::get() {
-  const State state = g_state.load();
-  if (state != State::kRunning) {
-    refuse(state);
-  }
+  require_life();
   return *g_runtime.load();
 }
 
 void PythonRuntime::shutdown() {
   const std::lock_guard lock(g_start_mutex);
-  State running = State::kRunning;
-  if (!g_state.compare_exchange_strong(running, State::kShutDown)) {
-    if (running == State::kShutDown) {
-      return;
-    }
-    refuse(running);
+  if (!end_life()) {
+    return;
   }
-  wait_for_other_calls(std::nullopt);
   keep_thread_state();
   const py::gil_scoped_acquire gil;
   try {
@@ -299,26 +237,6 @@ void PythonRuntime::shutdown() {
   }
 }
 
-bool PythonRuntime::alive() noexcept { return g_state.load() == State::kRunning; }
-
-ActiveCall::ActiveCall() {
-  // Counted before the state is read: whoever changes the state and then waits sees either the count or the refusal.
-  g_active_calls.fetch_add(1);
-  ++t_active_calls;
-  const State state = g_state.load();
-  if (state != State::kRunning) {
-    --t_active_calls;
-    g_active_calls.fetch_sub(1);
-    refuse(state);
-  }
-}
-
-ActiveCall::~ActiveCall() {
-  if (std::has_single_bit(g_finished_calls.fetch_add(1) + 1)) {
-    register_exit_handler();
-  }
-  --t_active_calls;
-  g_active_calls.fetch_sub(1);
-}
+bool PythonRuntime::alive() noexcept { return is_alive(); }
 
 }  // namespace xllm::executor

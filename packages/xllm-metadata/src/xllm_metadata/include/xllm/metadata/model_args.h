@@ -34,11 +34,20 @@ struct ModelArgs {
   PROPERTY(int64_t, sliding_window) = 0;  // keys that a query sees, its own included; 0: all
   PROPERTY(int64_t, max_window_layers) = 0;
   PROPERTY(std::vector<std::string>, layer_types);
+  PROPERTY(std::optional<double>, query_pre_attn_scalar);   // Gemma: attention is scaled by its inverse square root
+  PROPERTY(std::optional<double>, final_logit_softcapping);  // Gemma
+  PROPERTY(std::optional<int64_t>, num_experts);             // mixture of experts, as the next five
+  PROPERTY(std::optional<int64_t>, num_experts_per_tok);
+  PROPERTY(std::optional<int64_t>, moe_intermediate_size);
+  PROPERTY(std::optional<int64_t>, decoder_sparse_step);
+  PROPERTY(std::optional<bool>, norm_topk_prob);
+  PROPERTY(std::optional<std::vector<int64_t>>, mlp_only_layers);
   PROPERTY(std::optional<int32_t>, bos_token_id);
   PROPERTY(std::vector<int32_t>, eos_token_ids);
 
   PROPERTY(double, rope_theta) = 10000.0;
   PROPERTY(double, partial_rotary_factor) = 1.0;
+  PROPERTY(std::optional<double>, rope_local_base_freq);  // theta of sliding layers
   PROPERTY(std::optional<std::string>, rope_scaling_rope_type);
   PROPERTY(std::optional<double>, rope_scaling_factor);
   PROPERTY(std::optional<int64_t>, rope_scaling_original_max_position_embeddings);
@@ -50,6 +59,8 @@ struct ModelArgs {
   PROPERTY(std::optional<double>, rope_scaling_mscale);
   PROPERTY(std::optional<double>, rope_scaling_mscale_all_dim);
   PROPERTY(std::optional<bool>, rope_scaling_truncate);
+  PROPERTY(std::optional<std::vector<double>>, rope_scaling_short_factor);
+  PROPERTY(std::optional<std::vector<double>>, rope_scaling_long_factor);
 };
 
 // The rank's place among the ranks of one model.

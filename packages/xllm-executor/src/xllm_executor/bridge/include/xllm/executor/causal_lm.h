@@ -26,6 +26,7 @@ struct LoadOptions {
   std::string model_path = {};  // a checkpoint folder: config.json and *.safetensors
   std::string device = "cpu";   // "cpu", "cuda", "cuda:1", ...
   std::string dtype = {};       // "float32", "bfloat16", "float16"; empty: what the config says
+  int64_t max_model_len = 0;    // the longest context that will be served, where the model's rope depends on it; 0: unknown
   bool progress = false;        // show a progress bar on stderr
 };
 

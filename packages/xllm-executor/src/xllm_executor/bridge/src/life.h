@@ -1,0 +1,27 @@
+// Internal: when Python may be called. Counts the calls that threads are in, so that shutdown and exit can wait for them.
+#pragma once
+
+namespace xllm::executor {
+
+// Python may be called from now on, until end_life or the exit of the process. Once.
+void begin_life();
+
+// Refuses calls from now on and waits until no other thread is in one; false when life had ended before. Throws
+// std::runtime_error before begin_life, and while the process exits.
+bool end_life();
+
+[[nodiscard]] bool is_alive() noexcept;
+
+// Throws std::runtime_error, saying why, when Python may not be called.
+void require_life();
+
+// One call into Python. Throws as require_life does, without counting.
+class ActiveCall {
+ public:
+  ActiveCall();
+  ~ActiveCall();
+  ActiveCall(const ActiveCall&) = delete;
+  ActiveCall& operator=(const ActiveCall&) = delete;
+};
+
+}  // namespace xllm::executor
