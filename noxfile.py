@@ -61,12 +61,17 @@ def lint(session: nox.Session) -> None:
 @nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
 @timed
 def tests(session: nox.Session, package: str) -> None:
-    """One package's tests, in an environment with only the packages below it. Arguments go to pytest."""
+    """One package's tests, in an environment with only the packages below it. Arguments go to pytest.
+
+    `-- --thorough` compares fifty random models a family instead of ten.
+    """
     python = layered(session, ENVIRONMENTS / f"tests-{package}", (*BELOW[package], package), editable=True)
     run = _runner(session, python, XLLM_VALIDATE="1")
     present = f"[p for p in {PACKAGES} if importlib.util.find_spec('xllm_' + p)]"
     run("-c", f"import importlib.util; assert {present} == {sorted((*BELOW[package], package), key=PACKAGES.index)}")
-    run("-m", "pytest", package_dir(package) / "tests", *session.posargs)
+    # More random models: an option of the one package that has them.
+    arguments = [argument for argument in session.posargs if argument != "--thorough" or package == "models"]
+    run("-m", "pytest", package_dir(package) / "tests", *arguments)
 
 
 @nox.session

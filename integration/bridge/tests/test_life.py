@@ -204,6 +204,7 @@ def test_an_executable_that_does_not_fit(live: Live, tmp_path: Path, kind: str) 
     ("package", "body", "message"),
     [
         ("torch", "__version__ = '1.0.0+cpu'\n", "torch in Python is 1.0.0+cpu; this program was built against "),
+        ("torch", f"__version__ = '{torch.__version__}'\n", "torch in Python has its libraries in "),
         ("xllm_metadata", "def check_contract(*_): raise RuntimeError('they differ')\n", "they differ"),
     ],
 )
