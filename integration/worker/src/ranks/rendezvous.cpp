@@ -67,8 +67,7 @@ std::map<int64_t, Socket> RankGroup::gather(const std::vector<std::string>& args
   try {
     while (std::ssize(present) < place_.size - 1) {
       if (Socket socket = accept_within(listener, kPoll)) {
-        const int64_t rank = admit(socket, present);
-        present.emplace(rank, std::move(socket));
+        if (const auto rank = admit(socket, present)) present.emplace(*rank, std::move(socket));
       }
       if (const auto [rank, how] = processes_.first_ended(); rank > 0) {
         throw RankFailure(rank_name(rank) + " did not come: " + how);
@@ -87,14 +86,13 @@ std::map<int64_t, Socket> RankGroup::gather(const std::vector<std::string>& args
   return present;
 }
 
-int64_t RankGroup::admit(const Socket& socket, const std::map<int64_t, Socket>& present) const {
+std::optional<int64_t> RankGroup::admit(const Socket& socket, const std::map<int64_t, Socket>& present) const {
   const std::optional<Frame> hello = read_frame(socket, kHelloLimit);
-  if (!hello || hello->type != FrameType::kHello) {
-    throw RankFailure("a rank came to rank 0 and did not say which it is");
-  }
-  const nlohmann::json who = nlohmann::json::parse(hello->payload);
-  const int64_t rank = who.at("rank");
-  const int64_t size = who.at("size");
+  if (!hello || hello->type != FrameType::kHello) return std::nullopt;
+  const nlohmann::json who = nlohmann::json::parse(hello->payload, nullptr, /*allow_exceptions=*/false);
+  if (!who.is_object()) return std::nullopt;
+  const int64_t rank = who.value("rank", int64_t{-1});
+  const int64_t size = who.value("size", int64_t{-1});
   std::string problem;
   if (size != place_.size) {
     problem = rank_name(rank) + " was started as one of " + std::to_string(size) + " ranks, rank 0 as one of " +

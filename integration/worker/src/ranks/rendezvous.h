@@ -36,7 +36,8 @@ class RankGroup {
  private:
   void open_store(const RendezvousOptions& options);
   std::map<int64_t, Socket> gather(const std::vector<std::string>& args, const RendezvousOptions& options);
-  int64_t admit(const Socket& socket, const std::map<int64_t, Socket>& present) const;
+  // Which rank has come; nothing for what is none.
+  std::optional<int64_t> admit(const Socket& socket, const std::map<int64_t, Socket>& present) const;
   Socket reach_leader(const RendezvousOptions& options);
   std::string link_key() const { return place_.store_prefix + "/link"; }
 
