@@ -63,7 +63,7 @@ def site_packages(session: nox.Session, python: Path) -> Path:
 def layered(session: nox.Session, folder: Path, packages: Sequence[str], *, editable: bool) -> Path:
     """The python of an environment in `folder` with the shared packages and, of the project's own, just `packages`.
 
-    Editable packages are linked to the source tree; otherwise wheels are built and installed anew each time.
+    Editable packages are linked to the source tree; otherwise wheels are built and installed when the sources changed.
     """
     base = site_packages(session, shared(session))
     python = folder / "bin" / "python"
@@ -81,14 +81,29 @@ def layered(session: nox.Session, folder: Path, packages: Sequence[str], *, edit
         arguments = [part for package in packages for part in ("--editable", package_dir(package))]
         _run(session, *pip, "install", *options, *arguments)
     else:
+        sources = [package_dir(package) for package in packages]
+        # Installing anew would give the bridge's sources new dates, and C++ that uses them a rebuild.
+        installed, fingerprint = folder / "installed", _fingerprint(sources)
+        if installed.is_file() and installed.read_text() == fingerprint:
+            return python
+        installed.unlink(missing_ok=True)
         wheels = folder / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
-        sources = [package_dir(package) for package in packages]
         for source in sources:  # setuptools would pack files that have since been deleted
             shutil.rmtree(source / "build", ignore_errors=True)
         _run(session, *pip, "wheel", *options, "--wheel-dir", wheels, *sources)
         _run(session, *pip, "install", "--force-reinstall", *options, *sorted(wheels.glob("*.whl")))
+        installed.write_text(fingerprint)
     return python
+
+
+def _fingerprint(sources: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for source in sources:
+        for path in sorted([source / "pyproject.toml", *(source / "src").rglob("*")]):
+            if path.is_file() and "__pycache__" not in path.parts and ".egg-info" not in str(path):
+                digest.update(str(path.relative_to(source)).encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _run(session: nox.Session, *command: object) -> None:
