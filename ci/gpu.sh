@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # GPU tests and benchmarks on a host without a package registry: nothing is installed but wheels that lie in .wheels/.
 #
-#   ci/gpu.sh [--attention] [--graph] [--models] [--executor] [--integration] [--bench-attention] [--out DIR]
+#   ci/gpu.sh [--attention] [--graph] [--models] [--integration] [--bench-attention] [--bench-ops] [--bench-sweep]
+#             [--out DIR]
 #
-# Without a part, all tests run, and no benchmark. The host brings python3 with torch, triton, pytest and hypothesis
+# Without a part, all tests run, and no benchmark. A host without the history says in XLLM_COMMIT which commit this is,
+# for the results. The host brings python3 with torch, triton, pytest and hypothesis
 # (pytest-xdist is used where present). FlashInfer comes as wheels (flashinfer-python, apache-tvm-ffi); kernels that it
 # has compiled before may lie in .wheels/flashinfer-aot/NAME/NAME.so, which saves their compilation.
 set -euo pipefail
@@ -13,12 +15,12 @@ parts=() out=benchmarks/results
 while [ $# -gt 0 ]; do
   case "$1" in
     --out) out="$2"; shift ;;
-    --attention | --graph | --models | --executor | --integration | --bench-attention) parts+=("${1#--}") ;;
+    --attention | --graph | --models | --integration | --bench-attention | --bench-ops | --bench-sweep) parts+=("${1#--}") ;;
     *) echo "unknown argument: $1" >&2; exit 2 ;;
   esac
   shift
 done
-[ ${#parts[@]} -gt 0 ] || parts=(attention graph models executor integration)
+[ ${#parts[@]} -gt 0 ] || parts=(attention graph models integration)
 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -45,6 +47,11 @@ for part in "${parts[@]}"; do
   case "$part" in
     attention) gpu_tests packages/xllm-attention/tests 12 ;;
     bench-attention) python3 benchmarks/attention.py --out "$out/attention-h200.json" ;;
+    bench-ops) python3 benchmarks/ops.py --device cuda --out "$out/ops-h200.json" ;;
+    bench-sweep)
+      python3 benchmarks/sweep.py --out "$out/sweep-h200.json"
+      python3 benchmarks/table.py "$out/sweep-h200.json"
+      ;;
     integration) gpu_tests integration 1 ;;
     *) gpu_tests "packages/xllm-$part/tests" 1 ;;
   esac
