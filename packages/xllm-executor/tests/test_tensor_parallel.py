@@ -24,6 +24,14 @@ name = tensor_parallel.join(
 )
 assert distributed_c10d._resolve_process_group(name).size() == 2
 assert ops.all_reduce_(torch.tensor([rank + 1.0]), "tp").item() == 3.0
+assert ops.group_stats() == {
+    "tp": {
+        "num_ranks": 2,
+        "backend": "gloo",
+        "all_reduce_ways": {"gloo": 1},
+        "transport": "gloo, for rank 0: device cpu has no symmetric memory",
+    }
+}
 tensor_parallel.leave()
 tensor_parallel.leave()  # nothing is left
 assert not torch.distributed.is_initialized()

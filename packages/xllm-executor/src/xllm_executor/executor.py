@@ -23,6 +23,7 @@ from xllm_metadata import (
     validate,
 )
 from xllm_models import CausalLM
+from xllm_models.ops import group_stats
 
 from .config import ExecutorConfig
 from .runners import Sizes, make_runners
@@ -181,7 +182,7 @@ class ModelExecutor:
 
         `steps` by runner; `eager_reasons`: eager steps by reason; `graph_misses`: by runner that would have come
         first, steps that another graph served, by reason; `plans` by attention group; `graphs`: what each capture cost;
-        `graph_memory_bytes` of their pool.
+        `graph_memory_bytes` of their pool; `groups`: the process groups, and what carries their all-reduces.
         """
         runners = self._runners
         if self._last_stats is not None:
@@ -195,6 +196,7 @@ class ModelExecutor:
             ],
             "graphs": [] if runners is None else [report.as_dict() for report in runners.reports],
             "graph_memory_bytes": 0 if runners is None else runners.memory_bytes,
+            "groups": group_stats(),
         }
 
     def shutdown(self) -> None:

@@ -1,7 +1,8 @@
 """The process group of the ranks that share one model.
 
 Owns its start over a store that the host serves, its name for models (`tp`) and its end. How the ranks find each other,
-and what they agree on, belongs to the host; sharding and collectives to `xllm_models`.
+and what they agree on, belongs to the host; sharding and collectives to `xllm_models`; the choice of what carries an
+all-reduce to `.transports`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,24 @@ from torch import distributed
 from xllm_models import TensorParallel
 from xllm_models.ops import register_group, unregister_group
 
+from .transports import choose_transport
+
 _NAME = "tp"
 _joined = False
 
 
-def join(*, rank: int, size: int, host: str, port: int, prefix: str, backend: str, device: str, timeout: float) -> str:
+def join(
+    *,
+    rank: int,
+    size: int,
+    host: str,
+    port: int,
+    prefix: str,
+    backend: str,
+    device: str,
+    timeout: float,
+    symmetric_memory: bool = True,
+) -> str:
     """Meet the other ranks; returns the name of the group in c10d's registry, where C++ finds it too.
 
     Args:
@@ -28,6 +42,8 @@ def join(*, rank: int, size: int, host: str, port: int, prefix: str, backend: st
         backend: "gloo", "nccl", ...; empty takes nccl for CUDA devices and gloo for others.
         device: of this rank's tensors.
         timeout: seconds that a rank waits for the others, here and in each collective.
+        symmetric_memory: take it for all-reduces where the devices of all ranks have it; what was taken, and why, is in
+            `xllm_models.ops.group_stats`.
 
     Raises:
         ValueError: a place outside of the group.
@@ -38,16 +54,22 @@ def join(*, rank: int, size: int, host: str, port: int, prefix: str, backend: st
     limit = timedelta(seconds=timeout)
     store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
     place = torch.device(device)
+    if place.type == "cuda":
+        if ":" not in device:
+            place = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(place)  # where the group's kernels run, and those of symmetric memory
+    own = distributed.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     distributed.init_process_group(
         backend or ("nccl" if place.type == "cuda" else "gloo"),
-        store=distributed.PrefixStore(prefix, store),  # type: ignore[attr-defined]
+        store=own,
         rank=rank,
         world_size=size,
         timeout=limit,
     )
     world = distributed.group.WORLD
     assert world is not None
-    register_group(_NAME, world)
+    transport, remark = choose_transport(world, own, place, allowed=symmetric_memory)
+    register_group(_NAME, world, transport, remark=remark)
     _joined = True
     name: str = world.group_name
     return name

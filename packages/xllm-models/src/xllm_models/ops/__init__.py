@@ -11,6 +11,7 @@ from .collectives import (
     all_gather,
     all_reduce_,
     broadcast_,
+    group_stats,
     reduce_scatter,
     register_group,
     traffic,
@@ -20,13 +21,22 @@ from .linear import linear
 from .moe import moe
 from .norm import fused_add_rms_norm, rms_norm
 from .rotary import qk_norm_rope, rotary
+from .symmetric import SymmetricTransport, lacking_ops
+from .transports import AllReduceRule, GroupTransport, Transport, Way
 
 __all__ = [
+    "AllReduceRule",
+    "GroupTransport",
+    "SymmetricTransport",
+    "Transport",
+    "Way",
     "all_gather",
     "all_reduce_",
     "broadcast_",
     "fused_add_rms_norm",
     "gelu_and_mul",
+    "group_stats",
+    "lacking_ops",
     "linear",
     "moe",
     "qk_norm_rope",

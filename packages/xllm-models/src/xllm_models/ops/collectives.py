@@ -1,18 +1,21 @@
 """Collectives inside a model, as ops over torch.distributed.
 
 Owns the ops, the names they find their process groups by, and the count of what they moved. Creating a process group,
-and the choice of its transport, belongs to the host.
+and the choice of its transport, belongs to the host; what carries an all-reduce, to the transport.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import distributed
 
 from .library import define_op
+from .transports import GroupTransport, Transport
 
 # torch 2.13 renamed them and deprecated the old names.
 _gather_into: Callable[..., object] = getattr(
@@ -21,27 +24,65 @@ _gather_into: Callable[..., object] = getattr(
 _scatter_sum_into: Callable[..., object] = getattr(
     distributed, "reduce_scatter_single" if hasattr(distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
-_groups: dict[str, distributed.ProcessGroup] = {}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """One registered group."""
+
+    process_group: distributed.ProcessGroup
+    transport: Transport
+    remark: str
+    ways: Counter[str] = field(default_factory=Counter)  # calls of all-reduce by the way they took
+
+
+_groups: dict[str, _Group] = {}
 _traffic: dict[str, list[int]] = {}  # name of the op to [calls, bytes]
 
 
-def register_group(name: str, group: distributed.ProcessGroup) -> None:
-    """Let the collectives of this process find `group` under `name`. A name in use is a ValueError."""
+def register_group(
+    name: str, group: distributed.ProcessGroup, transport: Transport | None = None, *, remark: str = ""
+) -> None:
+    """Let the collectives of this process find `group` under `name`. A name in use is a ValueError.
+
+    `transport` carries the all-reduces, the same kind on all ranks; None is torch.distributed's own. `remark` says why
+    it was chosen, for `group_stats`.
+    """
     if name in _groups:
         raise ValueError(f"process group {name!r} is registered already")
-    _groups[name] = group
+    _groups[name] = _Group(process_group=group, transport=transport or GroupTransport(group), remark=remark)
 
 
 def unregister_group(name: str) -> None:
-    """Forget the group `name`, before it is destroyed. An unknown name is a ValueError."""
+    """Forget the group `name` and its transport, before it is destroyed. An unknown name is a ValueError."""
     if _groups.pop(name, None) is None:
         raise ValueError(f"process group {name!r} is not registered")
 
 
-def _group(name: str) -> distributed.ProcessGroup:
+def group_stats() -> dict[str, dict[str, object]]:
+    """Each registered group's ranks and backend, calls of all-reduce by way, and the remark on its transport.
+
+    A collective inside a captured device graph counts when it is captured, not when it is replayed.
+    """
+    return {
+        name: {
+            "num_ranks": group.process_group.size(),
+            "backend": distributed.get_backend(group.process_group),
+            "all_reduce_ways": dict(group.ways),
+            "transport": group.remark,
+        }
+        for name, group in _groups.items()
+    }
+
+
+def _registered(name: str) -> _Group:
     if name not in _groups:
         raise RuntimeError(f"no process group named {name!r}: call xllm_models.ops.register_group first")
     return _groups[name]
+
+
+def _group(name: str) -> distributed.ProcessGroup:
+    return _registered(name).process_group
 
 
 def traffic() -> dict[str, tuple[int, int]]:
@@ -66,8 +107,9 @@ def _group_of(name: str, num_ranks: int) -> distributed.ProcessGroup:
 
 
 def _all_reduce_torch(x: torch.Tensor, group: str) -> None:
+    registered = _registered(group)
     _count("all_reduce", x)
-    distributed.all_reduce(x, group=_group(group))
+    registered.ways[registered.transport.all_reduce_(x)] += 1
 
 
 def _all_reduce_fake(x: torch.Tensor, group: str) -> None:

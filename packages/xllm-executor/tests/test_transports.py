@@ -1,0 +1,119 @@
+"""The ranks' choice of a transport: what decides it, and that all ranks come to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from xllm_executor import transports
+from xllm_executor.transports import RankFacts, choose_transport, local_facts, why_not_symmetric
+from xllm_models.ops import AllReduceRule
+
+FIRST = RankFacts(host="a", device="gpu 0", refusal="")
+SECOND = replace(FIRST, device="gpu 1")
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ([FIRST, SECOND], ""),
+        ([FIRST], "there is one rank"),
+        ([FIRST, FIRST], "ranks 0 and 1 share one device"),
+        ([FIRST, SECOND, FIRST], "ranks 0 and 2 share one device"),
+        ([FIRST, replace(FIRST, host="b")], "rank 1 is on another host than rank 0"),
+        ([FIRST, replace(SECOND, refusal="no")], "rank 1: no"),
+        ([replace(FIRST, refusal="never"), replace(SECOND, refusal="no")], "rank 0: never"),
+    ],
+)
+def test_what_is_against_symmetric_memory(facts: list[RankFacts], reason: str) -> None:
+    assert why_not_symmetric(facts) == reason
+
+
+def test_a_rank_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert local_facts(cpu, allowed=True).refusal == "device cpu has no symmetric memory"
+    assert local_facts(cpu, allowed=False).refusal == "symmetric memory is switched off"
+    assert local_facts(cpu, allowed=True).host == local_facts(cpu, allowed=False).host
+    monkeypatch.setattr(transports, "lacking_ops", lambda: ("two_shot_all_reduce_out",))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "u"}))
+    told = local_facts(torch.device("cuda:0"), allowed=True)
+    assert told.refusal == f"torch {torch.__version__} lacks two_shot_all_reduce_out"
+    assert told.device == "u"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """What is asked of a process group here."""
+
+    number: int
+    count: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.count
+
+
+class Own:
+    """Stands for the group's own transport."""
+
+    name = "nccl"
+
+    def __init__(self, group: Member) -> None:
+        self.group = group
+
+
+Choose = Callable[..., list[tuple[Any, str]]]
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """`choose(facts, make)`: the choice of ranks with these facts, where `make(group)` is symmetric memory's start."""
+
+    def choose(facts: Sequence[RankFacts], make: Callable[[Member], object]) -> list[tuple[Any, str]]:
+        monkeypatch.setattr(transports, "GroupTransport", Own)
+        monkeypatch.setattr(transports, "SymmetricTransport", lambda group, device, rule: make(group))
+        monkeypatch.setattr(transports, "local_facts", lambda device, allowed: facts[device.index])
+        store = distributed.HashStore()
+        members = [Member(number=rank, count=len(facts)) for rank in range(len(facts))]
+        with ThreadPoolExecutor(len(facts)) as pool:
+            return list(pool.map(lambda m: choose_transport(m, store, torch.device("cuda", m.number)), members))
+
+    return choose
+
+
+def test_ranks_that_can_share_memory_do(choose: Choose) -> None:
+    rule = AllReduceRule.measured(2)
+    for rank, (transport, remark) in enumerate(choose([FIRST, SECOND], lambda group: f"symmetric {group.number}")):
+        assert transport == f"symmetric {rank}"
+        assert remark == (
+            f"symmetric memory, one-shot up to {rule.one_shot_max_bytes} bytes, two-shot up to "
+            f"{rule.two_shot_max_bytes}, then nccl"
+        )
+
+
+def test_one_ranks_facts_decide_for_all_before_any_memory_is_made(choose: Choose) -> None:
+    def never(group: Member) -> object:
+        raise AssertionError
+
+    for transport, remark in choose([FIRST, SECOND, FIRST], never):
+        assert isinstance(transport, Own)
+        assert remark == "nccl, for ranks 0 and 2 share one device"
+
+
+def test_a_rank_that_fails_to_share_memory_takes_the_others_with_it(choose: Choose) -> None:
+    def make(group: Member) -> object:
+        if group.number == 1:
+            raise RuntimeError("peer access is not supported\nand more")
+        return "symmetric"
+
+    for transport, remark in choose([FIRST, SECOND], make):
+        assert isinstance(transport, Own)
+        assert remark == "nccl, for rank 1 could not share memory: peer access is not supported"
