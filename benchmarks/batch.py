@@ -1,7 +1,8 @@
 """Requests of equal length for the sweep, and their steps built as a C++ host builds them: few, wide operations.
 
-Owns the page tables and the pinned memory of one step. The reference builder of `xllm_metadata` is made to be read,
-not to be fast, and would be most of a decode step's time.
+Owns the page tables and the pinned memory of the steps. The reference builder of `xllm_metadata` is made to be read,
+not to be fast, and would be most of a decode step's time. Like a host that keeps its page tables from step to step,
+this one writes again only what changes: tokens, positions, slots and lengths.
 """
 
 from __future__ import annotations
@@ -32,44 +33,82 @@ class StepBuilder:
     Args:
         max_num_seqs: requests.
         max_len: tokens of a request.
-        max_num_tokens: of a step.
         device: where steps run.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_len: int, max_num_tokens: int, device: torch.device) -> None:
+    def __init__(self, *, max_num_seqs: int, max_len: int, device: torch.device) -> None:
         self._device = device
         pages = -(-max_len // PAGE_SIZE)
         self.num_blocks = max_num_seqs * pages
         # Scattered pages, as they are after a while.
         order = np.random.default_rng(0).permutation(self.num_blocks)
         self._tables = order.astype(np.int32).reshape(max_num_seqs, pages)
-        size = 3 * max_num_tokens + 6 * (max_num_seqs + 1) + self.num_blocks
-        pinned = device.type == "cuda"
-        self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
-        self._on_device = torch.empty(size, dtype=torch.int32, device=device)
+        self._shapes: dict[tuple[int, int, int, int], _Shape] = {}
 
     def build(self, requests: slice, first: int, tokens: np.ndarray) -> Step:
         """The step in which each of `requests` gets the tokens [B, n] from position `first` on."""
-        tables = self._tables[requests]
         num_seqs, count = tokens.shape
         end = first + count
         pages = -(-end // PAGE_SIZE)
-        positions = np.arange(first, end, dtype=np.int32)
-        slots = tables[:, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-        rows = np.arange(num_seqs + 1, dtype=np.int32)
-        fields = {
-            "tokens": tokens.reshape(-1),
-            "positions": np.tile(positions, num_seqs),
-            "slot_mapping": slots.reshape(-1),
-            "paged_kv_indptr": rows * pages,
-            "paged_kv_indices": tables[:, :pages].reshape(-1),
-            "paged_kv_last_page_len": np.full(num_seqs, (end - 1) % PAGE_SIZE + 1, dtype=np.int32),
-            "kv_cu_seq_lens": rows * end,
-            "qo_indptr": rows * count,
-            "last_rows": rows[1:] * count - 1,
+        key = (requests.start, num_seqs, count, pages)
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = _Shape(self._tables[requests, :pages], count, self._device)
+        return shape.step(first, tokens)
+
+
+class _Shape:
+    """Memory of all steps of the same requests with as many tokens and pages: one copy takes it to the device."""
+
+    def __init__(self, tables: np.ndarray, count: int, device: torch.device) -> None:
+        num_seqs, pages = tables.shape
+        self._count = count
+        self._rows = np.arange(num_seqs + 1, dtype=np.int32)
+        self._page_starts = tables * PAGE_SIZE
+        constant = {
+            "paged_kv_indptr": self._rows * pages,
+            "paged_kv_indices": tables.reshape(-1),
+            "qo_indptr": self._rows * count,
+            "last_rows": self._rows[1:] * count - 1,
         }
-        host, device = self._place(fields)
-        decode = count == 1
+        sizes = {
+            "tokens": num_seqs * count,
+            "positions": num_seqs * count,
+            "slot_mapping": num_seqs * count,
+            "paged_kv_last_page_len": num_seqs,
+            "kv_cu_seq_lens": num_seqs + 1,
+        } | {name: values.shape[0] for name, values in constant.items()}
+        self._host = torch.empty(sum(sizes.values()), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._on_device = torch.empty_like(self._host, device=device)
+        self._mirrors = dict(zip(sizes, self._host.split(list(sizes.values())), strict=True))
+        self._fields = dict(zip(sizes, self._on_device.split(list(sizes.values())), strict=True))
+        numbers = {name: tensor.numpy() for name, tensor in self._mirrors.items()}
+        for name, values in constant.items():
+            numbers[name][:] = values
+        self._tokens = numbers["tokens"].reshape(num_seqs, count)
+        self._positions = numbers["positions"].reshape(num_seqs, count)
+        self._slots = numbers["slot_mapping"].reshape(num_seqs, count)
+        self._last_page_len = numbers["paged_kv_last_page_len"]
+        self._kv_cu_seq_lens = numbers["kv_cu_seq_lens"]
+
+    def step(self, first: int, tokens: np.ndarray) -> Step:
+        """The step that begins at position `first` of every request."""
+        end = first + self._count
+        self._tokens[:] = tokens
+        if self._count == 1:
+            self._positions.fill(first)
+            np.add(self._page_starts[:, -1:], first % PAGE_SIZE, out=self._slots)
+        else:
+            positions = np.arange(first, end, dtype=np.int32)
+            self._positions[:] = positions
+            np.add(self._page_starts[:, positions // PAGE_SIZE], positions % PAGE_SIZE, out=self._slots)
+        self._last_page_len.fill((end - 1) % PAGE_SIZE + 1)
+        np.multiply(self._rows, end, out=self._kv_cu_seq_lens)
+        self._on_device.copy_(self._host, non_blocking=True)
+        return self._described(first, end)
+
+    def _described(self, first: int, end: int) -> Step:
+        device, host, decode = self._fields, self._mirrors, self._count == 1
         metadata: AttentionMetadata = BuiltAttentionMetadata(
             slot_mapping=device["slot_mapping"],
             paged_kv_indptr=device["paged_kv_indptr"],
@@ -81,7 +120,7 @@ class StepBuilder:
             paged_kv_indptr_host=host["paged_kv_indptr"],
             paged_kv_last_page_len_host=host["paged_kv_last_page_len"],
             qo_indptr_host=None if decode else host["qo_indptr"],
-            max_query_len=count,
+            max_query_len=self._count,
             max_seq_len=end,
             is_prefill=not decode and first == 0,
             is_chunked_prefill=not decode and first > 0,
@@ -91,16 +130,4 @@ class StepBuilder:
             positions=device["positions"],
             metadata=metadata,
             logits_indices=device["last_rows"],
-        )
-
-    def _place(self, fields: dict[str, np.ndarray]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The fields one after another in pinned memory, and on the device by one copy."""
-        flat = np.concatenate(list(fields.values()))
-        self._host[: flat.shape[0]].copy_(torch.from_numpy(flat))
-        self._on_device[: flat.shape[0]].copy_(self._host[: flat.shape[0]], non_blocking=True)
-        sizes = [values.shape[0] for values in fields.values()]
-        used = sum(sizes)
-        return (
-            dict(zip(fields, self._host[:used].split(sizes), strict=True)),
-            dict(zip(fields, self._on_device[:used].split(sizes), strict=True)),
         )

@@ -45,6 +45,7 @@ def test_all_scenarios_with_one_compilation(make_setup: MakeSetup, compiler: str
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own modules
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # its advice
 def test_inductor(make_setup: MakeSetup) -> None:
     setup = make_setup(warm=False)
     runner = compiled(setup, "inductor")
@@ -75,7 +76,7 @@ def test_no_compilation_in_another_thread(make_setup: MakeSetup) -> None:
 def test_a_compilation_after_warmup_is_an_error(make_setup: MakeSetup) -> None:
     setup = make_setup(warm=False)
     compiled(setup, "eager")
-    setup.model.embed.weight.data = setup.model.embed.weight.data.double()
+    setup.model.embed.weight.data = torch.cat([setup.model.embed.weight.data] * 2)  # another shape
     with pytest.raises(RuntimeError, match="compiled again after warm-up"):
         setup.world.step((setup.world.add(), 5))
 

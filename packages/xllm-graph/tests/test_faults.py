@@ -49,28 +49,27 @@ def test_a_field_left_out_of_the_fill(make_setup: MakeSetup, monkeypatch: pytest
     caught(setup, "shrinking_batches")
 
 
-@pytest.mark.parametrize("buffer", ["tokens", "positions"])
+@pytest.mark.parametrize("buffer", ["tokens", "positions", "rows"])
 def test_an_input_left_out_of_the_fill(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, buffer: str) -> None:
     setup = make_setup()
-    fill = TokenInputs.fill
+    copies = TokenInputs.copies
 
-    def partial_fill(self: TokenInputs, *args: Any) -> None:
-        before = getattr(self, buffer).clone()
-        fill(self, *args)
-        getattr(self, buffer).copy_(before)
+    def partial(self: TokenInputs, *args: Any) -> Any:
+        own = getattr(self, buffer).data_ptr()
+        return [pair for pair in copies(self, *args) if pair[0].data_ptr() != own]
 
-    monkeypatch.setattr(TokenInputs, "fill", partial_fill)
-    caught(setup, "shrinking_batches", "chunk_sizes")
+    monkeypatch.setattr(TokenInputs, "copies", partial)
+    caught(setup, *("selected_logits",) if buffer == "rows" else ("shrinking_batches", "chunk_sizes"))
 
 
 def test_an_uncleared_tail(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = make_setup()
+    copies = TokenInputs.copies
 
-    def fill(self: TokenInputs, tokens: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> None:
-        self.tokens[: tokens.shape[0]].copy_(tokens)
-        self.positions[: tokens.shape[0]].copy_(positions)
+    def live(self: TokenInputs, *args: Any) -> Any:
+        return [pair for pair in copies(self, *args) if pair[1].data_ptr() == args[0].data_ptr() or pair[1] is args[1]]
 
-    monkeypatch.setattr(TokenInputs, "fill", fill)
+    monkeypatch.setattr(TokenInputs, "copies", live)
     caught(setup, "shrinking_batches", "chunk_sizes")
 
 
@@ -132,8 +131,8 @@ def test_a_padding_row_of_length_1(make_setup: MakeSetup, monkeypatch: pytest.Mo
     setup = make_setup()
     fill = StaticAttentionMetadata.fill
 
-    def long_rows(self: StaticAttentionMetadata, metadata: Any, *, num_tokens: int, num_seqs: int) -> None:
-        fill(self, metadata, num_tokens=num_tokens, num_seqs=num_seqs)
+    def long_rows(self: StaticAttentionMetadata, metadata: Any, *, num_seqs: int, **kwargs: Any) -> None:
+        fill(self, metadata, num_seqs=num_seqs, **kwargs)
         live = metadata.kv_seq_lens_host.shape[0] - 1
         extra = torch.arange(1, num_seqs - live + 1, dtype=torch.int32)
         for lens in (self.kv_cu_seq_lens, self.kv_seq_lens_host):

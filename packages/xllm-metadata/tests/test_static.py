@@ -122,3 +122,23 @@ def test_too_many_pages_and_missing_fields_are_named() -> None:
         make_static(optional=["nope"])
     with pytest.raises(ValueError, match="capacity of B is 0"):
         StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=0, max_num_pages=1, device="cpu")
+
+
+def test_what_lies_beside_is_copied_too() -> None:
+    static = make_static()
+    target, source = torch.zeros(3, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    static.fill(DECODE, num_tokens=4, num_seqs=4, beside=[(target, source)])
+    assert target.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="slot_mapping"):
+        static.fill(DECODE, num_tokens=2, num_seqs=2, beside=[(target, source + 1)])
+    assert target.tolist() == [0, 1, 2]
+
+
+def test_fields_read_as_what_the_last_step_has() -> None:
+    """Steps of one size with and without the fields that decode lacks, and of other sizes, in turn."""
+    static = make_static()
+    for step, size in ((MIXED, 4), (DECODE, 4), (MIXED, 4), (DECODE, 3), (DECODE, 4)):
+        static.fill(step, num_tokens=size, num_seqs=size)
+        assert (static.qo_indptr is None) == (step is DECODE)
+        assert static.q_cu_seq_lens is static.qo_indptr
+        assert static.kv_seq_lens_host.shape == (size + 1,)

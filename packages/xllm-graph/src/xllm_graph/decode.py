@@ -28,7 +28,7 @@ class _Captured:
 
     graph: Graph
     hidden: torch.Tensor  # [bucket, hidden]
-    logits: torch.Tensor | None  # [bucket, vocab]
+    logits: torch.Tensor | None  # [bucket, vocab], of the wanted rows first
     plan_layout: Hashable  # of the plan that was captured
 
 
@@ -36,7 +36,8 @@ class DecodeGraphRunner:
     """Runs decode steps (one token a sequence) by replaying a graph of the whole model, head included.
 
     A step is copied into buffers that never move, padded to a bucket with empty sequences as the contract says, planned
-    from its host mirrors, and replayed. See `Runner.execute` for shapes.
+    from its host mirrors, and replayed. The graph selects the wanted rows before the head, so that logits leave it
+    where they lie: valid until the next step. See `Runner.execute` for shapes.
 
     Args:
         forward: the model's forward.
@@ -131,7 +132,7 @@ class DecodeGraphRunner:
         metadata: AttentionMetadata,
         logits_indices: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Runs one decode step. Hidden states lie in the graph's memory: valid until the next step.
+        """Runs one decode step. Results lie in the graph's memory: valid until the next step.
 
         Raises:
             RuntimeError: no graph is captured, or the backend planned the step in another layout than the captured one.
@@ -144,7 +145,10 @@ class DecodeGraphRunner:
         captured = self._captured.get(bucket)
         if captured is None:
             raise RuntimeError("execute was called before warmup: no graph is captured")
-        self._fill(tokens, positions, metadata, bucket)
+        rows = logits_indices
+        if rows is not None and (captured.logits is None or rows.shape[0] > bucket):
+            rows = None  # the head runs behind the graph
+        self._fill(tokens, positions, metadata, bucket, rows)
         self._backend.plan(self._metadata, graph=True)
         if self._backend.plan_layout != captured.plan_layout:
             raise RuntimeError(
@@ -154,12 +158,12 @@ class DecodeGraphRunner:
         captured.graph.replay()
         if logits_indices is None:
             return captured.hidden[:num_tokens]
-        if captured.logits is None:
+        if captured.logits is None or rows is None:
             return self._compute_logits(captured.hidden, logits_indices)
-        return captured.logits.index_select(0, logits_indices)
+        return captured.logits[: rows.shape[0]]
 
     def padded_outputs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states and logits (None outside of the graph) of all rows of the last step, padding included."""
+        """Hidden states and logits (None outside of the graph) of the last step, padding included."""
         captured = self._captured[self._bucket]
         return captured.hidden, captured.logits
 
@@ -168,7 +172,7 @@ class DecodeGraphRunner:
         """The last step again without its graph: the same padded inputs, the same plan. For checks."""
         with forward_context(self._backend):
             hidden = self._forward(*self._inputs.views(self._bucket))
-            return hidden, self._compute_logits(hidden, None)
+            return hidden, self._logits(hidden, self._bucket)
 
     def poison_inputs(self) -> None:
         """Overwrites all that the next step has to fill, so that what it leaves out shows. For checks."""
@@ -205,9 +209,21 @@ class DecodeGraphRunner:
     def _run(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         with forward_context(self._backend):
             hidden = self._forward(*self._inputs.views(bucket))
-            return hidden, self._compute_logits(hidden, None) if self._logits_in_graph else None
+            return hidden, self._logits(hidden, bucket) if self._logits_in_graph else None
 
-    def _fill(self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, bucket: int) -> None:
+    def _logits(self, hidden: torch.Tensor, bucket: int) -> torch.Tensor:
+        return self._compute_logits(hidden.index_select(0, self._inputs.rows[:bucket]), None)
+
+    def _fill(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        bucket: int,
+        rows: torch.Tensor | None = None,
+    ) -> None:
         self._bucket = bucket
-        self._inputs.fill(tokens, positions, bucket)
-        self._metadata.fill(metadata, num_tokens=bucket, num_seqs=bucket)
+        if rows is not None and rows.dtype is not torch.int32:
+            rows = rows.to(torch.int32)
+        copies = self._inputs.copies(tokens, positions, bucket, rows)
+        self._metadata.fill(metadata, num_tokens=bucket, num_seqs=bucket, beside=copies)

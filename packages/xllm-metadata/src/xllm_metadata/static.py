@@ -6,7 +6,7 @@ nothing of graphs: a runner decides when to fill and to which size.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,15 +87,28 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             value: torch.full((rows,), value, dtype=torch.int32, device=self.device) for value in (0, -1)
         }
         self._layouts: dict[tuple[int, int], tuple[_View, ...]] = {}
+        self._shown: object = None  # what the attributes of the tensor fields were last set for
 
     def buffer(self, name: str) -> torch.Tensor:
         """The whole buffer of a tensor field. Raises `KeyError` for a field that is not held."""
         return self._buffers[name]
 
-    def fill(self, metadata: AttentionMetadata, *, num_tokens: int, num_seqs: int) -> None:
+    def fill(
+        self,
+        metadata: AttentionMetadata,
+        *,
+        num_tokens: int,
+        num_seqs: int,
+        beside: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
         """Copies a step's metadata into the buffers and pads it to `num_tokens` tokens and `num_seqs` sequences.
 
         Enqueues copies on the current stream; never waits for the device.
+
+        Args:
+            metadata: of the step.
+            num_tokens, num_seqs: T and B after padding.
+            beside: (target, source) pairs of int32 tensors of equal shape on the device, copied in the same launch.
 
         Raises:
             ValueError: the padded size is below the live size or above the capacity, or a field that must be present
@@ -103,41 +116,58 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         """
         views = self._layout(num_tokens, num_seqs)
         is_decode = not (metadata.is_prefill or metadata.is_chunked_prefill)
-        sources = [view.checked(getattr(metadata, view.field.name), is_decode) for view in views]
-        copies = _Copies()
+        sources = []
+        for view in views:
+            source = getattr(metadata, view.name)
+            if source is None or source.shape != view.shape:
+                view.check(source, is_decode)
+            sources.append(source)
+        self._show(views, sources)
+        copies = _Copies(beside)
         for view, source in zip(views, sources, strict=True):
-            field = view.field
-            value = None if source is None else view.tensor
-            setattr(self, field.name, value)
-            if field.alias is not None:
-                setattr(self, field.alias, value)
-            if source is not None:
-                self._fill(view, source, copies)
+            if source is None:
+                continue
+            if source.shape != view.shape:
+                self._fill_padded(view, source, copies)
+            elif view.batched:
+                copies.add(view.tensor, source)
+            else:
+                view.tensor.copy_(source, non_blocking=True)
         copies.launch()
         for name in self._scalars:
             setattr(self, name, getattr(metadata, name))
 
-    def _fill(self, view: _View, source: torch.Tensor, copies: _Copies) -> None:
+    def _show(self, views: tuple[_View, ...], sources: list[torch.Tensor | None]) -> None:
+        """Lets the fields read as what the step has. Attributes cost as much as copies, so they change with it only."""
+        shown = (views, [source is None for source in sources])
+        if shown == self._shown:
+            return
+        self._shown = shown
+        for view, source in zip(views, sources, strict=True):
+            value = None if source is None else view.tensor
+            setattr(self, view.name, value)
+            if view.field.alias is not None:
+                setattr(self, view.field.alias, value)
+
+    def _fill_padded(self, view: _View, source: torch.Tensor, copies: _Copies) -> None:
         field, target = view.field, view.tensor
-        rows, size = source.shape[0], view.sizes[0]
+        rows, size = source.shape[0], view.shape[0]
         constant = field.padding.fill_value
         if source.dim() > 1:
-            if constant is not None and source.shape != target.shape:
+            if constant is not None:
                 target.fill_(constant)
             target[tuple(slice(0, live) for live in source.shape)].copy_(source, non_blocking=True)
             return
-        batched = field.where is Where.DEVICE and field.kind is Kind.TENSOR_INT32
-        live = target if rows == size else target[:rows]
-        if batched:
-            copies.add(live, source)
+        if view.batched:
+            copies.add(target[:rows], source)
         else:
-            live.copy_(source, non_blocking=True)
-        if rows == size or field.padding is Padding.UNTOUCHED:
+            target[:rows].copy_(source, non_blocking=True)
+        if field.padding is Padding.UNTOUCHED:
             return
         tail = target[rows:]
         if constant is None:
             tail.copy_(source[-1:].expand(size - rows), non_blocking=True)
-        elif batched:
+        elif view.batched:
             copies.add(tail, self._constants[constant][: size - rows])
         else:
             tail.fill_(constant)
@@ -148,7 +178,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         if layout is None:
             sizes = {**self._capacity, "T": num_tokens, "B": num_seqs}
             layout = tuple(_View.of(field, self._shape(field, sizes), self.buffer(field.name)) for field in self._held)
-            if all(size <= limit for view in layout for size, limit in zip(view.sizes, view.limits, strict=True)):
+            if all(view.shape == view.tensor.shape for view in layout):
                 self._layouts[num_tokens, num_seqs] = layout
         return layout
 
@@ -166,41 +196,47 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         return tuple(sizes[symbol.removesuffix("+1")] + symbol.endswith("+1") for symbol in field.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _View:
     """One buffer at one padded size."""
 
     field: Field
-    sizes: tuple[int, ...]  # wanted
+    name: str
+    shape: tuple[int, ...]  # wanted
     limits: tuple[int, ...]  # of the buffer
     tensor: torch.Tensor  # as much of the buffer as is wanted, and there
+    batched: bool  # copied in one launch with others
 
     @classmethod
-    def of(cls, field: Field, sizes: tuple[int, ...], buffer: torch.Tensor) -> _View:
+    def of(cls, field: Field, shape: tuple[int, ...], buffer: torch.Tensor) -> _View:
         return cls(
-            field=field, sizes=sizes, limits=tuple(buffer.shape), tensor=buffer[tuple(slice(0, n) for n in sizes)]
+            field=field,
+            name=field.name,
+            shape=shape,
+            limits=tuple(buffer.shape),
+            tensor=buffer[tuple(slice(0, n) for n in shape)],
+            batched=field.where is Where.DEVICE and field.kind is Kind.TENSOR_INT32 and len(shape) == 1,
         )
 
-    def checked(self, value: torch.Tensor | None, is_decode: bool) -> torch.Tensor | None:
-        """The step's tensor; None where the step may lack it. Raises `ValueError` when it lacks it or does not fit."""
+    def check(self, value: torch.Tensor | None, is_decode: bool) -> None:
+        """Raises `ValueError` when the step lacks what it must have, or has what does not fit."""
         if value is None:
             if self.field.when is When.UNLESS_DECODE and is_decode:
-                return None
-            raise ValueError(f"{self.field.name} is None; this step must have it")
-        for symbol, live, size, limit in zip(self.field.shape, value.shape, self.sizes, self.limits, strict=True):
+                return
+            raise ValueError(f"{self.name} is None; this step must have it")
+        for symbol, live, size, limit in zip(self.field.shape, value.shape, self.shape, self.limits, strict=True):
             if not live <= size <= limit:
-                raise ValueError(
-                    f"{self.field.name}: {symbol} is {live} in the step, {size} after padding, {limit} at most"
-                )
-        return value
+                raise ValueError(f"{self.name}: {symbol} is {live} in the step, {size} after padding, {limit} at most")
 
 
 class _Copies:
     """Copies of one step between device tensors, launched together: a launch costs more than what it copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
+        for target, source in pairs:
+            self.add(target, source)
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._targets.append(target)

@@ -1,0 +1,50 @@
+"""DecodeGraphRunner: which rows' logits it gives, from where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+MakeSetup = Callable[..., Any]
+
+
+def decode_step(setup: Any, num_seqs: int) -> tuple[Any, ...]:
+    """Arguments of a decode step of new requests with a token each in the cache."""
+    requests = [setup.world.add() for _ in range(num_seqs)]
+    for number in requests:
+        setup.world.step((number, 2))
+    metadata, tokens, positions = setup.world._build([(number, 1) for number in requests])
+    return tokens, positions, metadata
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("rows", [(0, 1, 2), (2, 0), (1,), (), (0, 1, 2, 2, 1, 0, 1, 0, 1)])
+def test_rows_in_any_order_and_number(make_setup: MakeSetup, rows: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The same step gives the same logits for every selection of rows, more than the bucket has among them."""
+    setup = make_setup()
+    step = decode_step(setup, 3)
+    hidden = setup.decode.execute(*step, None).clone()
+    indices = torch.tensor(rows, dtype=dtype, device=hidden.device)
+    logits = setup.decode.execute(*step, indices)
+    torch.testing.assert_close(logits, setup.model.compute_logits(hidden, indices), rtol=0, atol=1e-5)
+
+
+def test_rows_of_a_larger_step_are_forgotten(make_setup: MakeSetup) -> None:
+    """A step without wanted rows must not look for those of an earlier one, which it may not have."""
+    setup = make_setup()
+    large, small = decode_step(setup, 8), decode_step(setup, 1)
+    setup.decode.execute(*large, torch.full((8,), 7, dtype=torch.int32, device=large[0].device))
+    hidden = setup.decode.execute(*small, None).clone()
+    setup.decode.poison_inputs()
+    assert torch.equal(setup.decode.execute(*small, None), hidden)
+
+
+def test_logits_are_the_graphs_own_memory(make_setup: MakeSetup) -> None:
+    setup = make_setup()
+    step = decode_step(setup, 2)
+    indices = torch.arange(2, dtype=torch.int32, device=step[0].device)
+    first = setup.decode.execute(*step, indices).data_ptr()
+    assert setup.decode.execute(*step, indices).data_ptr() == first
