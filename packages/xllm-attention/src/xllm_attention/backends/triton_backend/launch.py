@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime import driver
 
 ALIGNMENT = 16  # bytes; kernels are compiled apart for pointers that are aligned to it
 
@@ -38,14 +39,18 @@ class Launcher:
             key: equal for calls that differ only in the numbers and the addresses of the tensors; must not be equal
                 for tensors of different dtypes or alignment (`alignment`).
             grid: number of programs along each axis.
-            arguments: tensors and numbers, in order.
+            arguments: tensors of the current device and numbers, in order, a tensor first.
             constants: of the kernel, in its order.
             options: of the compilation.
         """
         known = self._compiled.get(key)
         if known is not None:
             compiled, values = known
-            compiled[grid](*arguments, *values)
+            stream = driver.active.get_current_stream(arguments[0].get_device())
+            # Without the metadata and hooks that profilers of Triton itself ask for.
+            compiled.run(
+                *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *values
+            )
             return
         compiled = self._kernel[grid](*arguments, **constants, **options)
         if self._direct:

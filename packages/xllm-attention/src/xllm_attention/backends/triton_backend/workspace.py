@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
@@ -17,6 +17,15 @@ BLOCK_I = 32  # items a program of the work list's kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """What a launch of the work list's kernel needs to know of a step's size."""
+
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    constants: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkList:
     """The work list of one group and one kind of step, and how large it is for a bucket."""
 
@@ -26,6 +35,7 @@ class WorkList:
     num_processors: int
     items: torch.Tensor  # [capacity, ITEM_WIDTH] int32
     launch: Launcher
+    decode_launches: dict[int, _Launch] = field(default_factory=dict)  # by sequences
 
     @classmethod
     def allocate(
@@ -75,17 +85,29 @@ class WorkList:
 
     def fill(self, step: Step) -> None:
         """Makes the list of a step, on the device and without waiting for it."""
-        metadata, tiles = step.metadata, self.tiles
-        num_items = self.num_items(step.num_tokens, step.num_seqs)
+        metadata = step.metadata
         qo_indptr = metadata.kv_cu_seq_lens if self.decode else metadata.qo_indptr
         assert qo_indptr is not None  # `plan` has checked it
-        block_b = max(32, triton.next_power_of_2(step.num_seqs))
+        known = self.decode_launches.get(step.num_seqs) if self.decode else None
+        if known is None:
+            known = self._launch_of(step.num_tokens, step.num_seqs)
+            if self.decode:  # other steps come in too many sizes to keep them
+                self.decode_launches[step.num_seqs] = known
         inputs = (metadata.kv_cu_seq_lens, qo_indptr, metadata.paged_kv_indptr, metadata.slot_mapping)
         self.launch(
-            (block_b, *alignment(*inputs)),
-            (triton.cdiv(num_items, BLOCK_I), 1, 1),
-            (*inputs, self.items, step.num_seqs, num_items, self.target(step.num_seqs), self.wave()),
-            {
+            (known.constants["BLOCK_B"], *alignment(*inputs)),
+            known.grid,
+            (*inputs, self.items, *known.numbers),
+            known.constants,
+            {"num_warps": 4},
+        )
+
+    def _launch_of(self, num_tokens: int, num_seqs: int) -> _Launch:
+        num_items, tiles = self.num_items(num_tokens, num_seqs), self.tiles
+        return _Launch(
+            grid=(triton.cdiv(num_items, BLOCK_I), 1, 1),
+            numbers=(num_seqs, num_items, self.target(num_seqs), self.wave()),
+            constants={
                 "G": self.spec.group_size,
                 "WINDOW": self.spec.sliding_window,
                 "DECODE": self.decode,
@@ -93,10 +115,9 @@ class WorkList:
                 "UNIT": tiles.block_n,
                 "LEAST_UNITS": tiles.least_units,
                 "ENOUGH_UNITS": tiles.enough_units,
-                "BLOCK_B": block_b,
+                "BLOCK_B": max(32, triton.next_power_of_2(num_seqs)),
                 "BLOCK_I": BLOCK_I,
             },
-            {"num_warps": 4},
         )
 
 

@@ -42,6 +42,7 @@ py::dict config_dict(const Config& config) {
 struct PyExecutor::Impl {
   PythonObject executor;
   PythonObject execute;  // the bound method, looked up once
+  // Guarded by the GIL, since health is asked for beside steps.
   int64_t num_executes = 0;
   std::chrono::steady_clock::duration execute_time{};
 
@@ -96,7 +97,7 @@ at::Tensor PyExecutor::execute(const at::Tensor& tokens,
                                const AttentionMetadata& metadata,
                                const std::optional<at::Tensor>& logits_indices) {
   const auto start = std::chrono::steady_clock::now();
-  at::Tensor output = with_gil([&] {
+  return with_gil([&] {
     PyObject* const method = impl_->live_execute().ptr();
     const MetadataView view(metadata);
     const py::object py_tokens = wrap_tensor(tokens);
@@ -112,11 +113,10 @@ at::Tensor PyExecutor::execute(const at::Tensor& tokens,
     if (!THPVariable_Check(result.ptr())) {
       throw std::runtime_error("execute returned " + std::string(py::str(py::type::of(result))) + "; a tensor is needed");
     }
+    impl_->execute_time += std::chrono::steady_clock::now() - start;
+    ++impl_->num_executes;
     return at::Tensor(THPVariable_Unpack(result.ptr()));
   });
-  impl_->execute_time += std::chrono::steady_clock::now() - start;
-  ++impl_->num_executes;
-  return output;
 }
 
 std::string PyExecutor::stats_json() const {
@@ -126,13 +126,14 @@ std::string PyExecutor::stats_json() const {
 }
 
 std::map<std::string, double> PyExecutor::metrics() const {
-  auto numbers = with_gil([&] {
+  return with_gil([&] {
     const py::object stats = impl_->live().attr("stats")();
-    return py::module_::import("xllm_executor.hosting").attr("metrics")(stats).cast<std::map<std::string, double>>();
+    auto numbers =
+        py::module_::import("xllm_executor.hosting").attr("metrics")(stats).cast<std::map<std::string, double>>();
+    numbers["time.executes"] = static_cast<double>(impl_->num_executes);
+    numbers["time.execute_seconds"] = std::chrono::duration<double>(impl_->execute_time).count();
+    return numbers;
   });
-  numbers["time.executes"] = static_cast<double>(impl_->num_executes);
-  numbers["time.execute_seconds"] = std::chrono::duration<double>(impl_->execute_time).count();
-  return numbers;
 }
 
 void PyExecutor::shutdown() {

@@ -61,6 +61,27 @@ void on_process_exit(int status, void*) {
 // registered again after 1, 2, 4, 8, ... calls, to stay ahead of them; it does the same however often it runs.
 void register_exit_handler() { on_exit(on_process_exit, nullptr); }
 
+// The state, in which kRunning means that the call counts.
+State begin_call() noexcept {
+  // Counted before the state is read: whoever changes the state and then waits sees either the count or the refusal.
+  g_active_calls.fetch_add(1);
+  ++t_active_calls;
+  const State state = g_state.load();
+  if (state != State::kRunning) {
+    --t_active_calls;
+    g_active_calls.fetch_sub(1);
+  }
+  return state;
+}
+
+void end_call() noexcept {
+  if (std::has_single_bit(g_finished_calls.fetch_add(1) + 1)) {
+    register_exit_handler();
+  }
+  --t_active_calls;
+  g_active_calls.fetch_sub(1);
+}
+
 }  // namespace
 
 void begin_life() {
@@ -90,23 +111,20 @@ void require_life() {
 }
 
 ActiveCall::ActiveCall() {
-  // Counted before the state is read: whoever changes the state and then waits sees either the count or the refusal.
-  g_active_calls.fetch_add(1);
-  ++t_active_calls;
-  const State state = g_state.load();
+  const State state = begin_call();
   if (state != State::kRunning) {
-    --t_active_calls;
-    g_active_calls.fetch_sub(1);
     refuse(state);
   }
 }
 
-ActiveCall::~ActiveCall() {
-  if (std::has_single_bit(g_finished_calls.fetch_add(1) + 1)) {
-    register_exit_handler();
+ActiveCall::~ActiveCall() { end_call(); }
+
+ActiveCleanup::ActiveCleanup() noexcept : allowed_(begin_call() == State::kRunning) {}
+
+ActiveCleanup::~ActiveCleanup() {
+  if (allowed_) {
+    end_call();
   }
-  --t_active_calls;
-  g_active_calls.fetch_sub(1);
 }
 
 }  // namespace xllm::executor

@@ -24,4 +24,19 @@ class ActiveCall {
   ActiveCall& operator=(const ActiveCall&) = delete;
 };
 
+// As ActiveCall, for destructors: false where Python may not be called. Shutdown and exit wait for it just so, since what
+// a destructor frees runs code of libraries.
+class ActiveCleanup {
+ public:
+  ActiveCleanup() noexcept;
+  ~ActiveCleanup();
+  ActiveCleanup(const ActiveCleanup&) = delete;
+  ActiveCleanup& operator=(const ActiveCleanup&) = delete;
+
+  explicit operator bool() const noexcept { return allowed_; }
+
+ private:
+  bool allowed_;
+};
+
 }  // namespace xllm::executor

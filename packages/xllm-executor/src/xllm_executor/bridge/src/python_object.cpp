@@ -22,7 +22,10 @@ class KeptThreadState {
   }
   ~KeptThreadState() {
     // The main thread ends with the process, perhaps while another one is in a step: it must not wait for the GIL then.
-    if (state_ != nullptr && PythonRuntime::alive() && gettid() != getpid()) {
+    if (state_ == nullptr || gettid() == getpid()) {
+      return;
+    }
+    if (const ActiveCleanup cleanup; cleanup) {
       PyEval_RestoreThread(state_);
       PyGILState_Release(gil_);
     }

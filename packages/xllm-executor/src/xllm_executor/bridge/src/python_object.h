@@ -33,7 +33,7 @@ class PythonObject {
     if (object_.ptr() == nullptr) {
       return;
     }
-    if (PythonRuntime::alive()) {
+    if (const ActiveCleanup cleanup; cleanup) {
       const pybind11::gil_scoped_acquire gil;
       object_ = pybind11::object();
     } else {

@@ -225,8 +225,16 @@ PythonRuntime& PythonRuntime::get() {
 
 void PythonRuntime::shutdown() {
   const std::lock_guard lock(g_start_mutex);
-  if (!end_life()) {
-    return;
+  {
+    // A host that runs Python itself may hold the GIL here, which the calls to wait for need.
+    const bool holds_gil = is_alive() && PyGILState_Check() != 0;
+    std::optional<py::gil_scoped_release> released;
+    if (holds_gil) {
+      released.emplace();
+    }
+    if (!end_life()) {
+      return;
+    }
   }
   keep_thread_state();
   const py::gil_scoped_acquire gil;
