@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-KEYS = ("mode", "batch", "name", "backend", "kind", "context")  # what tells the rows of a list apart
+KEYS = ("tp", "mode", "batch", "name", "backend", "kind", "context")  # what tells the rows of a list apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

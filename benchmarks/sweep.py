@@ -1,12 +1,15 @@
 """TTFT and TPOT over batch sizes: eager, full decode graphs with piecewise prefill, and everything piecewise.
 
-    python benchmarks/sweep.py [--batches 1,8,16,100] [--out benchmarks/results/sweep-h200.json]
+    python benchmarks/sweep.py [--batches 1,8,16,100] [--tp 1,2] [--out benchmarks/results/sweep-h200.json]
     python benchmarks/table.py benchmarks/results/sweep-h200.json
 
 Every batch is a number of prompts of equal length, all there at the beginning. TTFT is the time until the host has the
 first token of all of them; TPOT is the time of the other tokens, divided by their number less one. The host reads the
 tokens of every step before it builds the next step's metadata. Weights are random, sampling is greedy. On a CPU a small
 model runs, on recorded graphs, to show that the benchmark works and not how fast anything is.
+
+With `--tp` the same is measured on so many tensor-parallel ranks, each a process on a device of its own; all of them on
+one device where `--device` has a number. Every rank has all logits, so each samples for itself; rank 0 measures.
 """
 
 from __future__ import annotations
@@ -22,26 +25,16 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import ranks
 import results as result_files
 import torch
 from batch import PAGE_SIZE, StepBuilder
+from model import SHAPES, random_model
 
 from xllm_executor import ModelExecutor
 from xllm_graph import sequence_buckets
-from xllm_models import CausalLM, get_model_class
+from xllm_models import TensorParallel
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
-    },
-    "small": {
-        "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 MODES = ("eager", "graph", "piecewise")
 DEFAULTS = {  # device type -> defaults of the options
     "cuda": {"shape": "qwen3-0.6b", "batches": "1,8,16,100", "input_len": 1024, "output_len": 256, "dtype": "bfloat16"},
@@ -50,31 +43,20 @@ DEFAULTS = {  # device type -> defaults of the options
 TOKENS_PER_STEP = 8192
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """The model with weights of the usual scale."""
-    model = get_model_class(SHAPES[shape]["model_type"])(SHAPES[shape], device=device, dtype=dtype)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(std=0.02)
-    return model
-
-
 class Bench:
-    """One model, one set of caches, and an executor for each mode."""
+    """One model, or a rank's share of it, one set of caches, and an executor for each mode."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, place: ranks.Place | None = None) -> None:
+        place = place or ranks.Place(tp=TensorParallel(), device=arguments.device)
         self.arguments = arguments
-        self.device = torch.device(arguments.device)
+        self.device = torch.device(place.device)
+        self.leads = place.tp.rank == 0
         self.batches = [int(part) for part in arguments.batches.split(",")]
         self.max_len = arguments.input_len + arguments.output_len
-        self.model = random_model(arguments.shape, self.device, getattr(torch, arguments.dtype))
-        self.builder = StepBuilder(
-            max_num_seqs=max(self.batches), max_len=self.max_len, max_num_tokens=TOKENS_PER_STEP, device=self.device
-        )
+        self.model = random_model(arguments.shape, self.device, getattr(torch, arguments.dtype), place.tp)
+        self.builder = StepBuilder(max_num_seqs=max(self.batches), max_len=self.max_len, device=self.device)
+        self._sampled = torch.empty(max(self.batches), dtype=torch.int64, device=self.device)
+        self._read = torch.empty_like(self._sampled, device="cpu", pin_memory=self.device.type == "cuda")
         self.caches = [
             tuple(
                 torch.zeros(
@@ -100,7 +82,8 @@ class Bench:
             "max_tokens_per_batch": TOKENS_PER_STEP,
             "max_model_len": self.max_len,
             "eager_is_error": True,
-            "progress": True,
+            "progress": self.leads,
+            "graph_cut_ops": self.arguments.cut_ops,
         }
         options |= more
         if mode == "piecewise" and not on_cuda:
@@ -146,7 +129,12 @@ class Bench:
             first, second = logits.float().topk(2, dim=-1).values.unbind(-1)
             index = max(0, position - self.arguments.input_len + 1)
             margins[requests, index] = (first - second).cpu().numpy()
-        return logits.argmax(dim=-1).cpu().numpy()  # waits: the next step needs them on the host
+        num_seqs = logits.shape[0]
+        torch.argmax(logits, dim=-1, out=self._sampled[:num_seqs])
+        self._read[:num_seqs].copy_(self._sampled[:num_seqs], non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the next step needs them on the host
+        return self._read[:num_seqs].numpy()
 
     def measure(self, executor: ModelExecutor, batch: int, truth: _Truth | None) -> tuple[dict[str, Any], _Truth]:
         """One row of the results, and the tokens."""
@@ -159,28 +147,26 @@ class Bench:
             "tpot_ms": _summary([tpot * 1e3 for _, tpot, _ in runs]),
             "repeatable": all(np.array_equal(tokens, again) for _, _, again in runs),
         }
-        return row | _against(tokens, truth), _Truth(tokens=tokens, margins=margins)
+        row["sequences_equal_to_eager"], row["largest_margin_at_a_difference"] = _against(tokens, truth)
+        return row, _Truth(tokens=tokens, margins=margins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Truth:
-    """What eager execution said."""
+    """What one execution said, for others to be compared with."""
 
     tokens: np.ndarray  # [B, output_len]
     margins: np.ndarray  # [B, output_len], first logit less second
 
 
-def _against(tokens: np.ndarray, truth: _Truth | None) -> dict[str, Any]:
-    """How many sequences equal eager's, and the largest margin at which one left it: near 0 it was a tie."""
+def _against(tokens: np.ndarray, truth: _Truth | None) -> tuple[int | None, float | None]:
+    """How many sequences equal the truth's, and the largest margin at which one left it: near 0 it was a tie."""
     if truth is None:
-        return {"sequences_equal_to_eager": None, "largest_margin_at_a_difference": None}
+        return None, None
     differs = tokens != truth.tokens
     rows = np.flatnonzero(differs.any(axis=1))
     margins = truth.margins[rows, differs[rows].argmax(axis=1)]
-    return {
-        "sequences_equal_to_eager": len(tokens) - len(rows),
-        "largest_margin_at_a_difference": float(margins.max()) if len(rows) else None,
-    }
+    return len(tokens) - len(rows), float(margins.max()) if len(rows) else None
 
 
 def graph_memory(bench: Bench) -> dict[str, Any]:
@@ -193,23 +179,64 @@ def graph_memory(bench: Bench) -> dict[str, Any]:
     return {"buckets": list(sizes), "all_bytes": held["all"], "largest_bytes": held["largest"]}
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All modes over all batches."""
-    bench = Bench(arguments)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What one rank saw."""
+
+    rows: list[dict[str, Any]]
+    stats: dict[str, Any]  # by mode
+    said: dict[tuple[str, int], _Truth]  # by mode and batch
+    graph_memory: dict[str, Any] | None
+
+
+def measure(place: ranks.Place | None, arguments: argparse.Namespace) -> _Measured:
+    """All modes over all batches, on one rank, or without ranks."""
+    bench = Bench(arguments, place)
+    size = bench.model.tp.size
     rows: list[dict[str, Any]] = []
-    captures: dict[str, Any] = {}
-    truths: dict[int, _Truth] = {}
+    stats: dict[str, Any] = {}
+    said: dict[tuple[str, int], _Truth] = {}
     for mode in arguments.modes.split(","):
         with bench.executor(mode) as executor:
             for batch in bench.batches:
-                row, said = bench.measure(executor, batch, truths.get(batch))
-                if mode == "eager":
-                    truths[batch] = said
-                rows.append({"mode": mode} | row)
-                print(f"{mode} B={batch}: TTFT {row['ttft_ms']['median']:.2f} ms, TPOT {row['tpot_ms']['median']:.3f}")
-            captures[mode] = executor.stats()
+                row, said[mode, batch] = bench.measure(executor, batch, said.get(("eager", batch)))
+                rows.append({"tp": size, "mode": mode} | row)
+                if bench.leads:
+                    print(
+                        f"tp {size} {mode} B={batch}: TTFT {row['ttft_ms']['median']:.2f} ms, "
+                        f"TPOT {row['tpot_ms']['median']:.3f}, best {row['tpot_ms']['best']:.3f}",
+                        flush=True,
+                    )
+            stats[mode] = executor.stats()
+    memory = graph_memory(bench) if arguments.tp == "1" else None
+    return _Measured(rows=rows, stats=stats, said=said, graph_memory=memory)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All that is asked for; with several sizes of `--tp`, each in processes of its own."""
     options = {name: getattr(arguments, name) for name in ("shape", "input_len", "output_len", "dtype", "attention")}
-    return options | {"rows": rows, "stats": captures, "graph_memory": graph_memory(bench)}
+    if arguments.tp == "1":
+        one = measure(None, arguments)
+        return options | {"rows": one.rows, "stats": one.stats, "graph_memory": one.graph_memory}
+    rows: list[dict[str, Any]] = []
+    groups = []
+    single: dict[tuple[str, int], _Truth] = {}
+    how = ranks.Options(
+        device=arguments.device, backend=arguments.tp_backend, symmetric_memory=arguments.symmetric_memory
+    )
+    for size in map(int, arguments.tp.split(",")):
+        outcome = ranks.launch(measure, arguments, size, how)
+        first: _Measured = outcome.values[0]
+        if size == 1:
+            single = first.said
+        for row in first.rows:
+            key = row["mode"], row["batch"]
+            alike = all(np.array_equal(other.said[key].tokens, first.said[key].tokens) for other in outcome.values)
+            equal, margin = _against(first.said[key].tokens, single.get(key) if size > 1 else None)
+            more = {"ranks_alike": alike, "sequences_equal_to_one_rank": equal, "largest_margin_at_a_parting": margin}
+            rows.append(row | more)
+        groups.append({"tp": size, "end_s": outcome.end_s, "stats": first.stats})
+    return options | {"rows": rows, "groups": groups}
 
 
 def parse(command: list[str] | None = None) -> argparse.Namespace:
@@ -224,6 +251,10 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-len", type=int)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--tp", default="1", help="numbers of ranks, with commas between them; 1 comes first")
+    parser.add_argument("--tp-backend", default="", help="of torch.distributed, such as gloo")
+    parser.add_argument("--no-symmetric-memory", dest="symmetric_memory", action="store_false")
+    parser.add_argument("--cut-ops", default="", help="ops that piecewise graphs leave out, with commas between them")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(command)
     for name, value in DEFAULTS[torch.device(arguments.device).type].items():
@@ -231,6 +262,8 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
             setattr(arguments, name, value)
     if arguments.output_len < 2:
         parser.error(f"--output-len is {arguments.output_len}; TPOT needs at least 2")
+    if not all(part.isdecimal() and int(part) for part in arguments.tp.split(",")):
+        parser.error(f"--tp is {arguments.tp!r}; it must be numbers of ranks, such as 1,2")
     if unknown := set(arguments.modes.split(",")) - set(MODES):
         parser.error(f"--modes has {sorted(unknown)}; known are {list(MODES)}")
     return arguments

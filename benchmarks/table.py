@@ -19,32 +19,62 @@ NAMES = {"eager": "eager", "graph": "decode graph", "piecewise": "piecewise"}
 def table(document: dict[str, Any]) -> str:
     """One sweep as Markdown: TTFT and TPOT of every mode, the median and the best of the repeats."""
     measured, stamp = document["results"], document["stamp"]
-    rows = {(row["mode"], row["batch"]): row for row in measured["rows"]}
-    modes = list(dict.fromkeys(mode for mode, _ in rows))
-    batches = list(dict.fromkeys(batch for _, batch in rows))
+    rows = {(row.get("tp", 1), row["mode"], row["batch"]): row for row in measured["rows"]}
+    columns = list(dict.fromkeys((tp, mode) for tp, mode, _ in rows))
+    batches = list(dict.fromkeys(batch for *_, batch in rows))
+    several = len({tp for tp, _ in columns}) > 1
+    names = [f"TP={tp} {NAMES[mode]}" if several else NAMES[mode] for tp, mode in columns]
     versions = ", ".join(f"{name} {version}" for name, version in stamp["versions"].items())
     head = [
         f"{measured['shape']}, {measured['dtype']}, {measured['input_len']} tokens in, {measured['output_len']} out, "
         f"attention {measured['attention']}; {stamp['device']}, {versions}, commit {stamp['commit']}; "
         "median (best), ms.",
         "",
-        "| B | " + " | ".join(f"{what} {NAMES[mode]}" for what in ("TTFT", "TPOT") for mode in modes) + " | equal |",
-        "| --- |" + " --- |" * (2 * len(modes) + 1),
+        "| B | " + " | ".join(f"{what} {name}" for what in ("TTFT", "TPOT") for name in names) + " | equal |",
+        "| --- |" + " --- |" * (2 * len(columns) + 1),
     ]
     lines = []
     for batch in batches:
         cells = [
-            f"{rows[mode, batch][what]['median']:.{digits}f} ({rows[mode, batch][what]['best']:.{digits}f})"
+            f"{rows[*column, batch][what]['median']:.{digits}f} ({rows[*column, batch][what]['best']:.{digits}f})"
             for what, digits in (("ttft_ms", 1), ("tpot_ms", 3))
-            for mode in modes
+            for column in columns
         ]
-        counts = [rows[mode, batch]["sequences_equal_to_eager"] for mode in modes]
+        counts = [rows[*column, batch]["sequences_equal_to_eager"] for column in columns]
         equal = ", ".join(f"{count}/{batch}" for count in counts if count is not None)
         lines.append(f"| {batch} | " + " | ".join(cells) + f" | {equal} |")
-    memory = measured["graph_memory"]
+    foot = _of_ranks(measured) if several else _of_memory(measured["graph_memory"])
+    return "\n".join((*head, *lines, "", *foot)) + "\n"
+
+
+def _of_memory(memory: dict[str, Any]) -> list[str]:
     ratio = memory["all_bytes"] / memory["largest_bytes"]
-    foot = f"Memory of {len(memory['buckets'])} decode graphs: {ratio:.2f} times that of the largest alone."
-    return "\n".join((*head, *lines, "", foot)) + "\n"
+    return [f"Memory of {len(memory['buckets'])} decode graphs: {ratio:.2f} times that of the largest alone."]
+
+
+def _of_ranks(measured: dict[str, Any]) -> list[str]:
+    """How the answers of several ranks compare with those of one, and how the ranks ended."""
+    lines = []
+    for row in measured["rows"]:
+        equal, margin = row["sequences_equal_to_one_rank"], row["largest_margin_at_a_parting"]
+        if equal is None:
+            continue
+        parting = "" if margin is None else f"; where one parts first, its logits lie at most {margin:.3g} apart"
+        lines.append(
+            f"- TP={row['tp']} {NAMES[row['mode']]}, B={row['batch']}: {equal} of {row['batch']} answers are those of "
+            f"TP=1{parting}."
+        )
+    for group in measured["groups"]:
+        if group["tp"] > 1:
+            lines.append(
+                f"- TP={group['tp']}: all ranks had the same tokens: {_yes(measured, group['tp'])}. Graphs, group and "
+                f"processes ended within {group['end_s']:.1f} s."
+            )
+    return lines
+
+
+def _yes(measured: dict[str, Any], tp: int) -> str:
+    return "yes" if all(row["ranks_alike"] for row in measured["rows"] if row["tp"] == tp) else "no"
 
 
 def plot(documents: list[dict[str, Any]], path: Path) -> None:
@@ -60,9 +90,11 @@ def plot(documents: list[dict[str, Any]], path: Path) -> None:
     for axis, (what, label) in zip(axes, (("ttft_ms", "TTFT, ms"), ("tpot_ms", "TPOT, ms")), strict=True):
         for document in documents:
             rows = document["results"]["rows"]
-            for mode in dict.fromkeys(row["mode"] for row in rows):
-                points = sorted((row["batch"], row[what]["median"]) for row in rows if row["mode"] == mode)
-                name = NAMES[mode] if len(documents) == 1 else f"{NAMES[mode]}, {document['stamp']['commit']}"
+            for tp, mode in dict.fromkeys((row.get("tp", 1), row["mode"]) for row in rows):
+                kind = [row for row in rows if (row.get("tp", 1), row["mode"]) == (tp, mode)]
+                points = sorted((row["batch"], row[what]["median"]) for row in kind)
+                name = NAMES[mode] if tp == 1 else f"{NAMES[mode]}, TP={tp}"
+                name += "" if len(documents) == 1 else f", {document['stamp']['commit']}"
                 axis.plot(*zip(*points, strict=True), marker="o", label=name)
         axis.set(xlabel="batch size", ylabel=label, xscale="log", yscale="log")
         axis.grid(visible=True, which="both", alpha=0.3)

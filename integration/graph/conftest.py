@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,6 +48,8 @@ LIMITS = Limits(max_num_seqs=11, max_num_tokens=24, max_model_len=40, page_size=
 
 
 GPU_ASKED_FOR = os.environ.get("XLLM_GPU_TESTS") == "1"
+SEVERAL_ASKED_FOR = GPU_ASKED_FOR and os.environ.get("XLLM_NUM_GPUS", "1") != "1"
+FOLDERS = (Path(__file__).parents[2] / "benchmarks", Path(__file__).parent)
 
 if not GPU_ASKED_FOR:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
@@ -77,16 +82,26 @@ PLACES = [
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu run only where XLLM_GPU_TESTS=1 asks for them."""
-    if not GPU_ASKED_FOR:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Tests marked gpu run only where XLLM_GPU_TESTS=1 asks, multi_gpu where XLLM_NUM_GPUS is more than 1 besides."""
+    unwanted = {name for name, wanted in (("gpu", GPU_ASKED_FOR), ("multi_gpu", SEVERAL_ASKED_FOR)) if not wanted}
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A GPU run without a GPU fails; it does not skip."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.fail("XLLM_GPU_TESTS=1 asks for the GPU tests, and torch finds no CUDA device")
+    needed = 2 if item.get_closest_marker("multi_gpu") else int(item.get_closest_marker("gpu") is not None)
+    if torch.cuda.device_count() < needed:
+        pytest.fail(f"this test was asked for and needs {needed} CUDA devices; torch finds {torch.cuda.device_count()}")
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a module of benchmarks, or of the ranks beside this file, by name; processes that it starts can too."""
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module
 
 
 @pytest.fixture(autouse=True)

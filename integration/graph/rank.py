@@ -1,21 +1,22 @@
-"""One rank of a tensor-parallel model under graphs: runs the conformance suite, prints its statistics as JSON.
-
-python rank.py RANK SIZE RENDEZVOUS_FILE CUT_OPS
-"""
+"""What a rank of a tensor-parallel model does in the tests; `benchmarks/ranks.py` runs it in processes."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
 
+import ranks
 import torch
 from torch import distributed
 
 from xllm_executor import ModelExecutor
 from xllm_graph.conformance import SCENARIOS, Limits, World
 from xllm_metadata import LayerCache
-from xllm_models import TensorParallel, get_model_class
-from xllm_models.ops import register_group, unregister_group
+from xllm_models import get_model_class
+from xllm_models.ops import AllReduceRule, SymmetricTransport, group_stats, register_group, unregister_group
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -25,43 +26,94 @@ CONFIG = {
 LIMITS = Limits(max_num_seqs=8, max_num_tokens=16, max_model_len=24, page_size=4, num_blocks=64, vocab_size=131)
 
 
-def make_executor(rank: int, size: int, **options: object) -> tuple[ModelExecutor, list[LayerCache]]:
-    model = get_model_class("llama")(CONFIG, dtype=torch.float32, tp=TensorParallel(rank=rank, size=size))
+class Setup:
+    """A world of two executors, with graphs and without, of this rank's share of the model."""
+
+    def __init__(self, place: ranks.Place, cut_ops: str) -> None:
+        torch.set_num_threads(1)
+        backend = "recorded" if place.device == "cpu" else "cudagraphs"
+        self.executor, caches = make_executor(
+            place, python_graph_backend=backend, eager_is_error=True, graph_cut_ops=cut_ops
+        )
+        self.truth, truth_caches = make_executor(place)
+        self.world = World(
+            self.executor.execute,
+            self.executor.runners,
+            caches,
+            self.truth.execute,
+            truth_caches,
+            limits=LIMITS,
+            device=place.device,
+        )
+
+    def shutdown(self) -> None:
+        # Graphs first, then the group: they may hold its collectives.
+        self.executor.shutdown()
+        self.truth.shutdown()
+
+
+def make_executor(place: ranks.Place, **options: object) -> tuple[ModelExecutor, list[LayerCache]]:
+    device = place.device
+    model = get_model_class("llama")(CONFIG, dtype=torch.float32, device=device, tp=place.tp)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator) * 0.2
         parameter.copy_(values + 1 if parameter.dim() == 1 else values)
-    limits = {"max_tokens_per_batch": LIMITS.max_num_tokens, "max_model_len": LIMITS.max_model_len}
+    limits = {
+        "max_tokens_per_batch": LIMITS.max_num_tokens,
+        "max_model_len": LIMITS.max_model_len,
+        "attention_backend": "torch",
+    }
     executor = ModelExecutor(model, limits | options, LIMITS.max_num_seqs)
     shapes = [(LIMITS.num_blocks, LIMITS.page_size, s.num_kv_heads, s.head_dim) for s in model.attention_specs]
-    caches = [LayerCache(k=torch.full(shape, torch.nan), v=torch.full(shape, torch.nan)) for shape in shapes]
+    caches = [LayerCache(*(torch.full(shape, torch.nan, device=device) for _ in "kv")) for shape in shapes]
     executor.bind_kv_caches(caches)
     executor.warmup()
     return executor, caches
 
 
 @torch.no_grad()
-def main(rank: int, size: int, rendezvous: str, cut_ops: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    register_group("tp", distributed.group.WORLD)
-    executor, caches = make_executor(
-        rank, size, python_graph_backend="recorded", eager_is_error=True, graph_cut_ops=cut_ops
-    )
-    truth, truth_caches = make_executor(rank, size)
-    world = World(executor.execute, executor.runners, caches, truth.execute, truth_caches, limits=LIMITS, device="cpu")
+def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
+    """Runs the conformance suite; returns this rank's statistics.
+
+    Options: `cut_ops`; `rule`, the limits of an `AllReduceRule` to put in the place of the measured one.
+    """
+    if options.get("rule"):
+        _sum_by(options["rule"], place)
+    setup = Setup(place, options["cut_ops"])
     for scenario in SCENARIOS[-4:]:
-        scenario(world)
-        world.clear()
-    stats = executor.stats()
-    # Graphs first, then the group: they may hold its collectives.
-    executor.shutdown()
-    truth.shutdown()
-    unregister_group("tp")
-    distributed.destroy_process_group()
+        scenario(setup.world)
+        setup.world.clear()
+    stats = setup.executor.stats()
+    setup.shutdown()
     graphs = {graph["runner"]: graph["num_graphs"] for graph in stats["graphs"]}
-    sys.stdout.write(json.dumps({"steps": stats["steps"], "graphs": graphs}))
+    group = group_stats()["tp"]
+    return {
+        "steps": stats["steps"],
+        "graphs": graphs,
+        "ways": sorted(group["all_reduce_ways"]),
+        "transport": group["transport"],
+    }
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+@torch.no_grad()
+def dies(place: ranks.Place, options: dict[str, Any]) -> None:
+    """Decodes on graphs without end; the last rank is killed after some steps, and says in the file `when` when."""
+    setup = Setup(place, "")
+    request = setup.world.add()
+    setup.world.step((request, 3))
+    metadata, tokens, positions = setup.world._build([(request, 1)])
+    rows = torch.zeros(1, dtype=torch.int32, device=place.device)
+    for step in range(1_000_000):
+        setup.executor.execute(tokens, positions, metadata, rows).argmax().item()
+        if step == 20 and place.tp.rank == place.tp.size - 1:
+            Path(options["when"]).write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sum_by(limits: dict[str, int], place: ranks.Place) -> None:
+    world = distributed.group.WORLD
+    assert world is not None
+    unregister_group("tp")
+    transport = SymmetricTransport(world, torch.device(place.device), AllReduceRule(**limits))
+    register_group("tp", world, transport, remark=f"symmetric memory, {limits}")

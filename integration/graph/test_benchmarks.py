@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,24 +12,11 @@ import torch
 
 from xllm_metadata import FIELDS, build_attention_metadata, validate
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports a module of the benchmarks folder by name."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load
-
 
 @pytest.mark.parametrize(("first", "count"), [(0, 20), (20, 1), (0, 1), (16, 16), (31, 2)])
 def test_steps_equal_the_reference_builders(load: Any, first: int, count: int) -> None:
     batch = load("batch")
-    builder = batch.StepBuilder(max_num_seqs=5, max_len=40, max_num_tokens=200, device=torch.device("cpu"))
+    builder = batch.StepBuilder(max_num_seqs=5, max_len=40, device=torch.device("cpu"))
     requests = slice(1, 4)
     tokens = np.arange(3 * count, dtype=np.int32).reshape(3, count)
     step = builder.build(requests, first, tokens)
@@ -93,5 +77,45 @@ def test_a_small_sweep_its_table_and_a_comparison(
     assert compare.main([str(result), str(other), "--check"]) == 1
     flagged = [line for line in capsys.readouterr().out.splitlines() if line.endswith("slower |")]
     assert len(flagged) == 1
-    assert flagged[0].startswith("| rows[mode=graph, batch=3].tpot_ms |")
+    assert flagged[0].startswith("| rows[tp=1, mode=graph, batch=3].tpot_ms |")
     assert compare.main([str(other), str(result), "--check"]) == 0  # faster is no failure
+
+
+def test_ranks_are_swept_compared_and_tabled(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tmp_path / "sweep.json"
+    command = "--device cpu --tp 1,2 --batches 1,3 --modes eager,graph --input-len 20 --output-len 4 --repeats 1 --out"
+    load("sweep").main([*command.split(), str(result)])
+    measured = json.loads(result.read_text())["results"]
+    rows = measured["rows"]
+    assert [(row["tp"], row["mode"], row["batch"]) for row in rows] == [
+        (tp, mode, batch) for tp in (1, 2) for mode in ("eager", "graph") for batch in (1, 3)
+    ]
+    assert all(row["ranks_alike"] and row["repeatable"] for row in rows)
+    assert [row["sequences_equal_to_eager"] for row in rows] == [None, None, 1, 3] * 2
+    assert [row["sequences_equal_to_one_rank"] for row in rows] == [None] * 4 + [1, 3] * 2
+    assert [group["tp"] for group in measured["groups"]] == [1, 2]
+    assert measured["groups"][1]["end_s"] < 10
+
+    capsys.readouterr()
+    load("table").main([str(result)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| B | TTFT TP=1 eager | TTFT TP=1 decode graph | TTFT TP=2 eager |")
+    assert lines[5].endswith("| 3/3, 3/3 |")
+    assert lines[7] == "- TP=2 eager, B=1: 1 of 1 answers are those of TP=1."
+    assert lines[-1].startswith("- TP=2: all ranks had the same tokens: yes. Graphs, group and processes ended within ")
+
+
+def test_collectives_are_measured_and_tabled(load: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = tmp_path / "collectives.json"
+    load("collectives").main(["--device", "cpu", "--repeats", "1", "--payloads", "2048,4096", "--out", str(result)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| bytes | gloo, us |"
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| 2048", "| 4096"]
+    rows = json.loads(result.read_text())["results"]["rows"]
+    assert [row["rows"] for row in rows if row["name"] == "all_gather"] == [1, 8, 16, 112]
+
+
+def test_the_tables_of_the_page_are_those_of_the_results(load: Any) -> None:
+    tables = load("tensor_parallel_table")
+    page = tables.PAGE.read_text()
+    assert tables.filled(page) == page

@@ -1,0 +1,151 @@
+"""All-reduces and the gathering of logits between the ranks of one host, by every way there is.
+
+    python benchmarks/collectives.py --tp 2 [--out benchmarks/results/collectives-tp2-h200.json]
+
+A time is that of one call among many in one captured graph, which is how a decode step makes them; copies into and out
+of shared memory are part of it. Rank 0 measures. On a CPU, which captures nothing, the calls follow each other; that
+shows only that the benchmark works. The limits of `AllReduceRule.measured` are read off the table that this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ranks
+import results as result_files
+import torch
+from torch import distributed
+
+from xllm_models.ops import AllReduceRule, GroupTransport, SymmetricTransport, Transport, all_gather, group_stats
+
+PAYLOADS = (*(1 << exponent for exponent in range(11, 25)), 112 * 2048)  # bytes; the last is 112 rows of 1024
+VOCABULARY = 151936
+CALLS = 56  # in one graph, as two a layer in 28 layers
+BUFFER_BYTES = max(PAYLOADS)
+
+
+def transports(device: torch.device) -> dict[str, Transport]:
+    """Every way as a transport that knows no other, the group's own first."""
+    group = distributed.group.WORLD
+    assert group is not None
+    own = GroupTransport(group)
+    ways: dict[str, Transport] = {own.name: own}
+    if "symmetric memory" in str(group_stats()["tp"]["transport"]).split(",")[0]:
+        for name, one_shot in (("one_shot", BUFFER_BYTES), ("two_shot", 0)):
+            rule = AllReduceRule(one_shot_max_bytes=one_shot, two_shot_max_bytes=BUFFER_BYTES)
+            ways[name] = SymmetricTransport(group, device, rule)
+    return ways
+
+
+def measure(place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for every way and payload, on one rank."""
+    device = torch.device(place.device)
+    rows = []
+    for name, transport in transports(device).items():
+        for num_bytes in sorted(map(int, arguments.payloads.split(","))):
+            x = torch.full((num_bytes // 2048, 1024), place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
+            _check(transport, x.clone(), place.tp.size)
+            samples = _times(lambda x=x, transport=transport: transport.all_reduce_(x), arguments, device)
+            rows.append({"kind": "all_reduce", "name": name, "bytes": num_bytes, "us": _summary(samples)})
+    for num_rows in (1, 8, 16, 112):
+        shard = torch.zeros((num_rows, VOCABULARY // place.tp.size), dtype=torch.bfloat16, device=device)
+
+        def gather(shard: torch.Tensor = shard) -> torch.Tensor:
+            return all_gather(shard, place.tp.size, "tp")
+
+        def joined(shard: torch.Tensor = shard) -> torch.Tensor:
+            shards = gather(shard).view(place.tp.size, *shard.shape)
+            return shards.transpose(0, 1).reshape(shard.shape[0], -1)
+
+        for name, call in (("all_gather", gather), ("all_gather and rows joined", joined)):
+            samples = _times(call, arguments, device)
+            num_bytes = shard.numel() * shard.element_size()
+            rows.append({"kind": "logits", "name": name, "rows": num_rows, "bytes": num_bytes, "us": _summary(samples)})
+    return rows
+
+
+def _check(transport: Transport, x: torch.Tensor, size: int) -> None:
+    transport.all_reduce_(x)
+    expected = size * (size + 1) / 2
+    if not bool((x == expected).all()):
+        raise RuntimeError(f"{x.numel() * 2} bytes: the sum is {x.flatten()[:4].tolist()}, not {expected}")
+
+
+def _times(call: Callable[[], object], arguments: argparse.Namespace, device: torch.device) -> list[float]:
+    """Microseconds of one call, in some runs of `CALLS`."""
+    count = CALLS if device.type == "cuda" else 2
+
+    def several() -> None:
+        for _ in range(count):
+            call()
+
+    several()
+    if device.type != "cuda":
+        return [_seconds(several, lambda: None) / count * 1e6 for _ in range(arguments.repeats)]
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        several()
+    graph.replay()
+    torch.cuda.synchronize(device)
+    samples = [_seconds(graph.replay, torch.cuda.synchronize) / count * 1e6 for _ in range(arguments.repeats)]
+    graph.reset()
+    return samples
+
+
+def _seconds(work: Callable[[], object], until: Callable[[], object]) -> float:
+    distributed.barrier()
+    until()
+    start = time.perf_counter()
+    work()
+    until()
+    return time.perf_counter() - start
+
+
+def _summary(samples: list[float]) -> dict[str, Any]:
+    return {"median": median(samples), "best": min(samples), "samples": samples}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: the ways side by side, then the logits."""
+    reduces = [row for row in rows if row["kind"] == "all_reduce"]
+    names = list(dict.fromkeys(row["name"] for row in reduces))
+    times = {(row["name"], row["bytes"]): row["us"]["median"] for row in reduces}
+    lines = ["| bytes | " + " | ".join(f"{name}, us" for name in names) + " |", "| --- |" + " --- |" * len(names)]
+    for num_bytes in sorted({row["bytes"] for row in reduces}):
+        lines.append(f"| {num_bytes} | " + " | ".join(f"{times[name, num_bytes]:.1f}" for name in names) + " |")
+    lines += ["", "| rows of logits | bytes of a rank | all-gather, us | with rows joined, us |", "| --- " * 4 + "|"]
+    gathers = [row for row in rows if row["kind"] == "logits"]
+    for alone, joined in zip(gathers[::2], gathers[1::2], strict=True):
+        lines.append(
+            f"| {alone['rows']} | {alone['bytes']} | {alone['us']['median']:.1f} | {joined['us']['median']:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(command: list[str] | None = None) -> None:
+    """Measures and prints the table; writes a result file where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--payloads", default=",".join(map(str, PAYLOADS)), help="bytes, with commas between them")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(command)
+    options = ranks.Options(device=arguments.device, timeout_s=300)
+    outcome = ranks.launch(measure, arguments, arguments.tp, options)
+    rows = outcome.values[0]
+    print(table(rows), end="")
+    if arguments.out is not None:
+        measured = {"tp": arguments.tp, "dtype": "bfloat16", "calls": CALLS, "rows": rows}
+        result_files.write(arguments.out, benchmark="collectives", device=arguments.device, results=measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Models of the benchmarks: real shapes, random weights, whole or as the share of one tensor-parallel rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xllm_models import CausalLM, TensorParallel, get_model_class
+from xllm_models.layers.parallel import PartitionedModule
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
+    "small": {
+        "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype, tp: TensorParallel | None = None) -> CausalLM:
+    """The model with weights of the usual scale; the ranks of `tp` hold shares of the one that a single rank has."""
+    model = get_model_class(SHAPES[shape]["model_type"])(SHAPES[shape], device=device, dtype=dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.02)
+    return model if tp is None or tp.size == 1 else _share(model, tp)
+
+
+@torch.no_grad()
+def _share(whole: CausalLM, tp: TensorParallel) -> CausalLM:
+    """One rank's share of a whole model, as loading a checkpoint of it would give."""
+    share = type(whole)(whole.config, device=whole.device, dtype=whole.dtype, tp=tp)
+    for name, module in share.named_modules():
+        owner = whole.get_submodule(name)
+        for key, parameter in module.named_parameters(recurse=False):
+            values = owner.get_parameter(key)
+            if not isinstance(module, PartitionedModule):
+                parameter.copy_(values)
+                continue
+            assert isinstance(owner, PartitionedModule)
+            parameter.zero_()  # rows that pad the vocabulary
+            for mine, complete in zip(module.parts(key), owner.parts(key), strict=True):
+                parameter[mine.target] = values[complete.target][mine.source]
+    return share

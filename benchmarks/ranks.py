@@ -1,0 +1,149 @@
+"""Runs one function on several tensor-parallel ranks of this host, each a process of its own, and ends them together.
+
+Owns the processes, the store through which they meet, and the limits of their time. What a rank does belongs to the
+caller, who gives a function that can be pickled.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch import distributed
+
+from xllm_executor import tensor_parallel
+from xllm_models import TensorParallel
+
+GRACE_S = 3.0  # what the others have, once a rank is gone, to say something of their own
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one rank runs."""
+
+    tp: TensorParallel
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How ranks meet, and how long they may take.
+
+    Attributes:
+        device: a kind such as "cuda", of which rank r takes number r; with a number, all ranks share that one.
+        backend: of torch.distributed; empty takes the device's usual one.
+        symmetric_memory: as of `tensor_parallel.join`.
+        timeout_s: for all of it.
+        end_s: from the last result to the end of the last process, the end of graphs and groups included.
+    """
+
+    device: str
+    backend: str = ""
+    symmetric_memory: bool = True
+    timeout_s: float = 1800.0
+    end_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the ranks came to."""
+
+    values: tuple[Any, ...]  # by rank
+    end_s: float  # as in `Options`, measured
+
+
+def launch(work: Callable[[Place, Any], Any], argument: Any, size: int, options: Options) -> Outcome:
+    """Runs `work(place, argument)` on every rank, inside of their group.
+
+    Raises:
+        RuntimeError: a rank ended badly, or the time is over; names it. No process is left.
+    """
+    context = get_context("spawn")
+    store = distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    receivers, processes = [], []
+    for rank in range(size):
+        receiver, sender = context.Pipe(duplex=False)
+        place = Place(tp=TensorParallel(rank=rank, size=size), device=_device(options.device, rank, size))
+        process = context.Process(target=_rank, args=(work, argument, place, options, store.port, sender))
+        process.start()
+        sender.close()
+        receivers.append(receiver)
+        processes.append(process)
+    try:
+        return _collect(receivers, processes, options)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(
+    work: Callable[[Place, Any], Any], argument: Any, place: Place, options: Options, port: int, sender: Connection
+) -> None:
+    if place.tp.size > 1:
+        tensor_parallel.join(
+            rank=place.tp.rank,
+            size=place.tp.size,
+            host=HOST,
+            port=port,
+            prefix="ranks",
+            backend=options.backend,
+            device=place.device,
+            timeout=120.0,
+            symmetric_memory=options.symmetric_memory,
+        )
+    sender.send(work(place, argument))
+    tensor_parallel.leave()
+
+
+def _collect(receivers: Sequence[Connection], processes: Sequence[Any], options: Options) -> Outcome:
+    values: dict[int, Any] = {}
+    limit = time.monotonic() + options.timeout_s
+    while len(values) < len(processes):
+        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in values]
+        ready = wait([*waiting, *(process.sentinel for process in processes)], max(0.0, limit - time.monotonic()))
+        if not ready:
+            missing = [rank for rank in range(len(processes)) if rank not in values]
+            raise RuntimeError(f"ranks {missing} did not end within {options.timeout_s:g} s")
+        for rank, receiver in enumerate(receivers):
+            if receiver in ready and rank not in values and receiver.poll():
+                try:
+                    values[rank] = receiver.recv()
+                except EOFError:
+                    processes[rank].join()
+        _check(processes, values)
+    start = time.monotonic()
+    for rank, process in enumerate(processes):
+        process.join(max(0.0, start + options.end_s - time.monotonic()))
+        if process.is_alive():
+            raise RuntimeError(f"rank {rank} had its result, and did not end within {options.end_s:g} s")
+    end_s = time.monotonic() - start
+    _check(processes, values)
+    return Outcome(values=tuple(values[rank] for rank in range(len(processes))), end_s=end_s)
+
+
+def _check(processes: Sequence[Any], values: dict[int, Any]) -> None:
+    """Raises for the rank that is gone, after the others had time to end by themselves."""
+    if all(
+        process.exitcode is None or (process.exitcode == 0 and rank in values) for rank, process in enumerate(processes)
+    ):
+        return
+    limit = time.monotonic() + GRACE_S
+    for process in processes:
+        process.join(max(0.0, limit - time.monotonic()))
+    codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode is not None}
+    # One that a signal ended comes first: the others fail for want of it.
+    rank = min(codes, key=lambda rank: (codes[rank] >= 0, codes[rank] == 0 and rank in values, rank))
+    code = codes[rank]
+    how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+    raise RuntimeError(f"rank {rank} is gone: {how}")
+
+
+def _device(device: str, rank: int, size: int) -> str:
+    return device if ":" in device or device == "cpu" or size == 1 else f"{device}:{rank}"
