@@ -23,7 +23,7 @@ from torch import distributed
 
 from xllm_models.ops import AllReduceRule, GroupTransport, SymmetricTransport, Transport, all_gather, group_stats
 
-PAYLOADS = (*(1 << exponent for exponent in range(11, 25)), 112 * 2048)  # bytes; the last is 112 rows of 1024
+PAYLOADS = (*(1 << exponent for exponent in range(11, 27)), 112 * 2048)  # bytes; the last is 112 rows of 1024
 VOCABULARY = 151936
 CALLS = 56  # in one graph, as two a layer in 28 layers
 BUFFER_BYTES = max(PAYLOADS)
@@ -59,8 +59,7 @@ def measure(place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str,
             return all_gather(shard, place.tp.size, "tp")
 
         def joined(shard: torch.Tensor = shard) -> torch.Tensor:
-            shards = gather(shard).view(place.tp.size, *shard.shape)
-            return shards.transpose(0, 1).reshape(shard.shape[0], -1)
+            return torch.cat(gather(shard).view(place.tp.size, *shard.shape).unbind(), dim=1)
 
         for name, call in (("all_gather", gather), ("all_gather and rows joined", joined)):
             samples = _times(call, arguments, device)

@@ -78,5 +78,8 @@ class LMHead(_VocabularyRows):
             return logits
         num_rows, num_columns = logits.shape
         shards = all_gather(logits, self.tp.size, self.tp.group).view(self.tp.size, num_rows, num_columns)
-        joined = shards.transpose(0, 1).reshape(num_rows, self.tp.size * num_columns)
+        if num_rows == 1:  # they lie in order
+            joined = shards.view(1, self.tp.size * num_columns)
+        else:
+            joined = torch.cat(shards.unbind(), dim=1)
         return joined[:, : self.vocab_size].contiguous()

@@ -89,5 +89,5 @@ class AllReduceRule:
         return Way.TWO_SHOT if num_bytes <= self.two_shot_max_bytes else Way.GROUP
 
 
-_ONE_SHOT_OF_TWO = 128 << 10
+_ONE_SHOT_OF_TWO = 1 << 20
 _TWO_SHOT_OF_TWO = 32 << 20
