@@ -7,12 +7,12 @@ nothing of graphs: a runner decides when to fill and to which size.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .fields import FIELDS
+from .layout import Layout, View, shape_of
 from .protocol import AttentionMetadata
 from .vocabulary import Field, Kind, Padding, When, Where
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 else:
     _Members = object
 
+_MAX_LAYOUTS = 1024  # kept; a step of another size costs the views again
+_LINE = 32  # int32 numbers in a cache line
+_SIZED_BY = {  # the field whose length says how many there are in a step
+    symbol: next(field.name for field in FIELDS if field.shape == (symbol,) and field.when is When.ALWAYS)
+    for symbol in ("T", "B")
+}
 _DTYPES = {Kind.TENSOR_INT32: torch.int32, Kind.TENSOR_BOOL: torch.bool}
 
 
@@ -70,6 +76,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             raise ValueError(f"unknown optional fields {unknown}; known are {sorted(known)}")
         self.device = torch.device(device)
         self._buffers: dict[str, torch.Tensor] = {}
+        self._offsets: list[torch.Tensor] = []  # buffers that repeat their last value, one below the other
         self._scalars: list[str] = []
         self._held: list[Field] = []
         for field in FIELDS:
@@ -80,13 +87,14 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
                 setattr(self, field.name, None)
             else:
                 self._held.append(field)
-                self._buffers[field.name] = self._allocate(field)
+        for place in (Where.DEVICE, Where.HOST):
+            self._allocate([field for field in self._held if field.where is place])
         # What tails of constant padding are copied from, so that one launch does them and the live parts.
         rows = max(max_num_tokens, max_num_seqs + 1)
         self._constants = {
             value: torch.full((rows,), value, dtype=torch.int32, device=self.device) for value in (0, -1)
         }
-        self._layouts: dict[tuple[int, int], tuple[_View, ...]] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
         self._shown: object = None  # what the attributes of the tensor fields were last set for
 
     def buffer(self, name: str) -> torch.Tensor:
@@ -114,119 +122,119 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             ValueError: the padded size is below the live size or above the capacity, or a field that must be present
                 is None. Nothing has been changed then.
         """
-        views = self._layout(num_tokens, num_seqs)
+        layout = self._layout(metadata, num_tokens, num_seqs)
         is_decode = not (metadata.is_prefill or metadata.is_chunked_prefill)
         sources = []
-        for view in views:
+        for view in layout.views:
             source = getattr(metadata, view.name)
-            if source is None or source.shape != view.shape:
+            if source is None or source.shape != view.live_shape:
                 view.check(source, is_decode)
             sources.append(source)
-        self._show(views, sources)
+        self._show(layout, sources)
         copies = _Copies(beside)
-        for view, source in zip(views, sources, strict=True):
+        for view, source in zip(layout.views, sources, strict=True):
             if source is None:
                 continue
-            if source.shape != view.shape:
-                self._fill_padded(view, source, copies)
+            if view.live is None:
+                self._fill_own_size(view, source, copies)
             elif view.batched:
-                copies.add(view.tensor, source)
+                copies.add(view.live, source)
             else:
-                view.tensor.copy_(source, non_blocking=True)
+                view.live.copy_(source, non_blocking=True)
+        for target, constant in layout.batched_tails:
+            copies.add(target, constant)
         copies.launch()
+        for target, tail in layout.tails:
+            target.copy_(tail, non_blocking=True)
         for name in self._scalars:
             setattr(self, name, getattr(metadata, name))
 
-    def _show(self, views: tuple[_View, ...], sources: list[torch.Tensor | None]) -> None:
+    def _show(self, layout: Layout, sources: list[torch.Tensor | None]) -> None:
         """Lets the fields read as what the step has. Attributes cost as much as copies, so they change with it only."""
-        shown = (views, [source is None for source in sources])
+        shown = (layout, [source is None for source in sources])
         if shown == self._shown:
             return
         self._shown = shown
-        for view, source in zip(views, sources, strict=True):
+        for view, source in zip(layout.views, sources, strict=True):
             value = None if source is None else view.tensor
             setattr(self, view.name, value)
             if view.field.alias is not None:
                 setattr(self, view.field.alias, value)
 
-    def _fill_padded(self, view: _View, source: torch.Tensor, copies: _Copies) -> None:
-        field, target = view.field, view.tensor
-        rows, size = source.shape[0], view.shape[0]
-        constant = field.padding.fill_value
-        if source.dim() > 1:
-            if constant is not None:
-                target.fill_(constant)
-            target[tuple(slice(0, live) for live in source.shape)].copy_(source, non_blocking=True)
-            return
+    def _fill_own_size(self, view: View, source: torch.Tensor, copies: _Copies) -> None:
+        """A field whose size T and B do not tell."""
+        constant = view.field.padding.fill_value
+        if constant is not None and source.shape != view.shape:
+            view.tensor.fill_(constant)
+        target = view.tensor[tuple(slice(0, live) for live in source.shape)]
         if view.batched:
-            copies.add(target[:rows], source)
+            copies.add(target, source)
         else:
-            target[:rows].copy_(source, non_blocking=True)
-        if field.padding is Padding.UNTOUCHED:
-            return
-        tail = target[rows:]
-        if constant is None:
-            tail.copy_(source[-1:].expand(size - rows), non_blocking=True)
-        elif view.batched:
-            copies.add(tail, self._constants[constant][: size - rows])
-        else:
-            tail.fill_(constant)
+            target.copy_(source, non_blocking=True)
 
-    def _layout(self, num_tokens: int, num_seqs: int) -> tuple[_View, ...]:
-        """The views of every held buffer at a padded size; made once for each size that fits."""
-        layout = self._layouts.get((num_tokens, num_seqs))
+    def _layout(self, metadata: AttentionMetadata, num_tokens: int, num_seqs: int) -> Layout:
+        """The views of every held buffer at a live and a padded size; kept while there are few."""
+        live = {}
+        for symbol, name in _SIZED_BY.items():
+            tensor = getattr(metadata, name)
+            if tensor is None:
+                raise ValueError(f"{name} is None; this step must have it")
+            live[symbol] = tensor.shape[0]
+        key = (num_tokens, num_seqs, *live.values())
+        layout = self._layouts.get(key)
         if layout is None:
-            sizes = {**self._capacity, "T": num_tokens, "B": num_seqs}
-            layout = tuple(_View.of(field, self._shape(field, sizes), self.buffer(field.name)) for field in self._held)
-            if all(view.shape == view.tensor.shape for view in layout):
-                self._layouts[num_tokens, num_seqs] = layout
+            layout = self._new_layout({"T": num_tokens, "B": num_seqs}, live)
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = layout
         return layout
 
-    def _allocate(self, field: Field) -> torch.Tensor:
-        on_host = field.where is Where.HOST
-        return torch.zeros(
-            self._shape(field, self._capacity),
-            dtype=_DTYPES[field.kind],
-            device="cpu" if on_host else self.device,
-            pin_memory=on_host and self.device.type == "cuda",
-        )
+    def _new_layout(self, padded: dict[str, int], live: dict[str, int]) -> Layout:
+        views, batched_tails, tails = [], [], []
+        for field in self._held:
+            known = {symbol.removesuffix("+1") for symbol in field.shape} <= live.keys()
+            view = View.of(
+                field,
+                shape_of(field, self._capacity | padded),
+                shape_of(field, live) if known else None,
+                self.buffer(field.name),
+            )
+            views.append(view)
+            constant = field.padding.fill_value
+            if view.live is None or view.live.shape == view.shape or constant is None:
+                continue
+            tail = view.tensor[view.live.shape[0] :]
+            if view.batched:
+                batched_tails.append((tail, self._constants[constant][: tail.shape[0]]))
+            else:
+                tails.append((tail, torch.full_like(tail, constant)))
+        first, last = live["B"], padded["B"]
+        if first < last:
+            for offsets in self._offsets:
+                tails.append((offsets[:, first + 1 : last + 1], offsets[:, first : first + 1].expand(-1, last - first)))
+        return Layout(views=tuple(views), batched_tails=tuple(batched_tails), tails=tuple(tails))
 
-    @staticmethod
-    def _shape(field: Field, sizes: dict[str, int]) -> tuple[int, ...]:
-        return tuple(sizes[symbol.removesuffix("+1")] + symbol.endswith("+1") for symbol in field.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _View:
-    """One buffer at one padded size."""
-
-    field: Field
-    name: str
-    shape: tuple[int, ...]  # wanted
-    limits: tuple[int, ...]  # of the buffer
-    tensor: torch.Tensor  # as much of the buffer as is wanted, and there
-    batched: bool  # copied in one launch with others
-
-    @classmethod
-    def of(cls, field: Field, shape: tuple[int, ...], buffer: torch.Tensor) -> _View:
-        return cls(
-            field=field,
-            name=field.name,
-            shape=shape,
-            limits=tuple(buffer.shape),
-            tensor=buffer[tuple(slice(0, n) for n in shape)],
-            batched=field.where is Where.DEVICE and field.kind is Kind.TENSOR_INT32 and len(shape) == 1,
-        )
-
-    def check(self, value: torch.Tensor | None, is_decode: bool) -> None:
-        """Raises `ValueError` when the step lacks what it must have, or has what does not fit."""
-        if value is None:
-            if self.field.when is When.UNLESS_DECODE and is_decode:
-                return
-            raise ValueError(f"{self.name} is None; this step must have it")
-        for symbol, live, size, limit in zip(self.field.shape, value.shape, self.shape, self.limits, strict=True):
-            if not live <= size <= limit:
-                raise ValueError(f"{self.name}: {symbol} is {live} in the step, {size} after padding, {limit} at most")
+    def _allocate(self, fields: list[Field]) -> None:
+        """Buffers of fields that lie in the same place. Those that repeat their last value are padded together."""
+        if not fields:
+            return
+        on_host = fields[0].where is Where.HOST
+        options: dict[str, Any] = {
+            "device": "cpu" if on_host else self.device,
+            "pin_memory": on_host and self.device.type == "cuda",
+        }
+        repeating = [field for field in fields if field.padding is Padding.REPEAT_LAST]
+        for field in fields:
+            if field not in repeating:
+                self._buffers[field.name] = torch.zeros(
+                    shape_of(field, self._capacity), dtype=_DTYPES[field.kind], **options
+                )
+        if repeating:
+            size = self._capacity["B"] + 1
+            # Rows of whole cache lines, so that each begins as an allocation does.
+            offsets = torch.zeros((len(repeating), -(-size // _LINE) * _LINE), dtype=torch.int32, **options)
+            self._offsets.append(offsets)
+            self._buffers |= {field.name: row[:size] for field, row in zip(repeating, offsets, strict=True)}
 
 
 class _Copies:

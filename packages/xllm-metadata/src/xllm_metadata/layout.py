@@ -1,0 +1,74 @@
+"""Views of static buffers: what a fill writes for a step of one size. Owns no memory and copies nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .vocabulary import Field, Kind, When, Where
+
+
+def shape_of(field: Field, sizes: dict[str, int]) -> tuple[int, ...]:
+    """The field's shape for a number behind each symbol."""
+    return tuple(sizes[symbol.removesuffix("+1")] + symbol.endswith("+1") for symbol in field.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class View:
+    """One buffer at one live and one padded size."""
+
+    field: Field
+    name: str
+    shape: tuple[int, ...]  # after padding
+    live_shape: tuple[int, ...] | None  # None where T and B do not tell
+    limits: tuple[int, ...]  # of the buffer
+    tensor: torch.Tensor  # as much of the buffer as is wanted, and there
+    live: torch.Tensor | None  # what is not padding of it
+    batched: bool  # copied in one launch with others
+
+    @classmethod
+    def of(cls, field: Field, shape: tuple[int, ...], live_shape: tuple[int, ...] | None, buffer: torch.Tensor) -> View:
+        """Raises `ValueError` for sizes that the buffer cannot hold."""
+        tensor = buffer[tuple(slice(0, n) for n in shape)]
+        view = cls(
+            field=field,
+            name=field.name,
+            shape=shape,
+            live_shape=live_shape,
+            limits=tuple(buffer.shape),
+            tensor=tensor,
+            live=None if live_shape is None else tensor[tuple(slice(0, n) for n in live_shape)],
+            batched=field.where is Where.DEVICE and field.kind is Kind.TENSOR_INT32 and len(shape) == 1,
+        )
+        if live_shape is not None:
+            view.check_sizes(live_shape)
+        return view
+
+    def check(self, value: torch.Tensor | None, is_decode: bool) -> None:
+        """Raises `ValueError` when the step lacks what it must have, or has what does not fit."""
+        if value is None:
+            if self.field.when is When.UNLESS_DECODE and is_decode:
+                return
+            raise ValueError(f"{self.name} is None; this step must have it")
+        if self.live_shape is not None and value.shape != self.live_shape:
+            raise ValueError(
+                f"{self.name} is {list(value.shape)}; a step of this many tokens and sequences has "
+                f"{list(self.live_shape)}"
+            )
+        self.check_sizes(tuple(value.shape))
+
+    def check_sizes(self, live_shape: tuple[int, ...]) -> None:
+        """Raises `ValueError` when live, padded and greatest size are not in this order."""
+        for symbol, live, size, limit in zip(self.field.shape, live_shape, self.shape, self.limits, strict=True):
+            if not live <= size <= limit:
+                raise ValueError(f"{self.name}: {symbol} is {live} in the step, {size} after padding, {limit} at most")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """What a fill writes, and where, for one live and one padded size. Pairs are (target, source)."""
+
+    views: tuple[View, ...]
+    batched_tails: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    tails: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # after all else: some repeat what was filled
