@@ -177,7 +177,12 @@ class AttentionBackend(ABC):
         if not self._bound:
             raise RuntimeError("plan was called before bind_kv_caches")
         self._num_tokens = None  # a step whose plan fails must not run on the previous one's
-        step = self._step(metadata, graph)
+        self.plan_checked(self._step(metadata, graph))
+
+    @final
+    def plan_checked(self, step: Step) -> None:
+        """`plan` of a step that another backend of equal limits has checked, which hands it on. Not for callers."""
+        self._num_tokens = None
         self._plan_step(step)
         for group in range(len(self.groups)):
             self._plan_group(step, group)

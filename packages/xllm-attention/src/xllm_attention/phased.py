@@ -67,7 +67,7 @@ class PhasedBackend(AttentionBackend):
 
     def _plan_step(self, step: Step) -> None:
         self._current = self.backends[self.choose(step.phase, step.num_seqs)]
-        self._current.plan(step.metadata, graph=step.graph)
+        self._current.plan_checked(step)
 
     def _plan_group(self, step: Step, group: int) -> None:
         """Done: the chosen backend has planned all its groups, which are the same."""
