@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -177,6 +178,43 @@ def test_wrong_arguments_of_the_front(model_dir: Path, value: str) -> None:
     result = run_front("--worker", "w", "--model", model_dir, "--max-tokens", value, "hi")
     assert result.returncode == 2
     assert f"argument --max-tokens: {value} is not an integer of at least 1" in result.stderr
+
+
+ENDLESS_WORKER = """#!/usr/bin/env python3
+import json, sys
+
+print(json.dumps({"event": "ready", "model_type": "llama", "dtype": "float32", "device": "cpu"}), flush=True)
+sys.stdin.readline()
+while True:
+    print(json.dumps({"id": "0", "token_ids": [TOKEN]}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("with_stderr", [False, True])
+def test_the_front_ends_quietly_when_nobody_reads_on(model_dir: Path, byte_level: Tokenizer, with_stderr: bool) -> None:
+    worker = model_dir / "worker"
+    worker.write_text(ENDLESS_WORKER.replace("TOKEN", str(byte_level.encode("a").ids[0])))
+    worker.chmod(0o755)
+    command = [sys.executable, "-m", "xllm_text", "--worker", str(worker), "--model", str(model_dir), "hi"]
+    stderr = subprocess.STDOUT if with_stderr else subprocess.PIPE
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, cwd=FRONT) as front:
+        assert front.stdout is not None
+        assert front.stdout.read(1)
+        front.stdout.close()
+        errors = "" if front.stderr is None else front.stderr.read().decode()
+    assert front.returncode == 141
+    assert errors in ("", "loading the model ...\nllama, float32 on cpu\n")
+
+
+def test_fetch_ends_quietly_when_nobody_reads(model_dir: Path) -> None:
+    for name in CHECKPOINT:
+        (model_dir / name).touch()
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "xllm_text", "fetch", "--out", str(model_dir)]
+    result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False, cwd=FRONT)
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json")

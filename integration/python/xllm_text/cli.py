@@ -17,16 +17,24 @@ from .fetch import DEFAULT_DIR, FetchError, fetch
 from .worker import Worker, WorkerError
 
 _INTERRUPTED = 130
+_NO_READER = 141  # as a shell reports the end by SIGPIPE
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs one command and returns its exit code: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
+    """Runs one command and returns its exit code.
+
+    0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 nobody reads the answer any more.
+    """
     try:
         if args and args[0] == "fetch":
             options = _fetch_parser().parse_args(args[1:])
             sys.stdout.write(f"{fetch(options.out)}\n")
         else:
             _answer(_answer_parser().parse_args(args))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        return _NO_READER
     except (FetchError, WorkerError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -34,6 +42,14 @@ def main(args: Sequence[str]) -> int:
         sys.stderr.write("\ninterrupted\n")
         return _INTERRUPTED
     return 0
+
+
+def _discard_output() -> None:
+    """Gives what is still buffered somewhere to go: the interpreter writes it when it ends, and would complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):  # one pipe, often
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _fetch_parser() -> argparse.ArgumentParser:
