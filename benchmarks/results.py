@@ -82,6 +82,13 @@ def _cpu_name() -> str:
 
 
 def _relative(arguments: list[str]) -> list[str]:
-    """Without the folders of this machine."""
-    return [str(Path(a).resolve().relative_to(ROOT)) if Path(a).resolve().is_relative_to(ROOT) and "/" in a else a
-            for a in arguments]  # fmt: skip
+    """Without the folders of this machine: paths in the project from its root, others by their name."""
+    short = []
+    for argument in arguments:
+        path = Path(argument)
+        if "/" in argument and path.resolve().is_relative_to(ROOT):
+            argument = str(path.resolve().relative_to(ROOT))
+        elif path.is_absolute():
+            argument = path.name
+        short.append(argument)
+    return short

@@ -81,6 +81,15 @@ def test_a_small_sweep_its_table_and_a_comparison(
     assert compare.main([str(other), str(result), "--check"]) == 0  # faster is no failure
 
 
+def test_results_name_no_folder_of_a_machine(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = load("results").ROOT / "benchmarks"
+    inside = folder / "results" / "sweep.json"
+    monkeypatch.setattr("sys.argv", [str(folder / "sweep.py"), "--out", str(tmp_path / "out.json"), str(inside)])
+    assert load("results").stamp("cpu")["command"] == (
+        "python benchmarks/sweep.py --out out.json benchmarks/results/sweep.json"
+    )
+
+
 def test_ranks_are_swept_compared_and_tabled(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "sweep.json"
     command = "--device cpu --tp 1,2 --batches 1,3 --modes eager,graph --input-len 20 --output-len 4 --repeats 1 --out"
