@@ -27,6 +27,25 @@ PAYLOADS = (*(1 << exponent for exponent in range(11, 27)), 112 * 2048)  # bytes
 VOCABULARY = 151936
 CALLS = 56  # in one graph, as two a layer in 28 layers
 BUFFER_BYTES = max(PAYLOADS)
+ONE_SHOT_BYTES = 1 << 20  # what our kernel takes
+
+
+class TorchOneShot:
+    """torch's one-shot, which meets twice a call where ours meets once: for comparison."""
+
+    def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory
+
+        memory = _symmetric_memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+        _symmetric_memory.rendezvous(memory, group)
+        self._memory = memory.view(torch.bfloat16)
+        self._name = group.group_name
+
+    def all_reduce_(self, x: torch.Tensor) -> str:
+        """See `xllm_models.ops.Transport`."""
+        shared = self._memory[: x.numel()].view(x.shape)
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._name, x)
+        return "torch_one_shot"
 
 
 def transports(device: torch.device) -> dict[str, Transport]:
@@ -36,9 +55,10 @@ def transports(device: torch.device) -> dict[str, Transport]:
     own = GroupTransport(group)
     ways: dict[str, Transport] = {own.name: own}
     if "symmetric memory" in str(group_stats()["tp"]["transport"]).split(",")[0]:
-        for name, one_shot in (("one_shot", BUFFER_BYTES), ("two_shot", 0)):
+        for name, one_shot in (("one_shot", ONE_SHOT_BYTES), ("two_shot", 0)):
             rule = AllReduceRule(one_shot_max_bytes=one_shot, two_shot_max_bytes=BUFFER_BYTES)
             ways[name] = SymmetricTransport(group, device, rule)
+        ways["torch_one_shot"] = TorchOneShot(group, device)
     return ways
 
 
@@ -48,6 +68,8 @@ def measure(place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str,
     rows = []
     for name, transport in transports(device).items():
         for num_bytes in sorted(map(int, arguments.payloads.split(","))):
+            if name == "one_shot" and num_bytes > ONE_SHOT_BYTES:
+                continue
             x = torch.full((num_bytes // 2048, 1024), place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
             _check(transport, x.clone(), place.tp.size)
             samples = _times(lambda x=x, transport=transport: transport.all_reduce_(x), arguments, device)
@@ -118,7 +140,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     times = {(row["name"], row["bytes"]): row["us"]["median"] for row in reduces}
     lines = ["| bytes | " + " | ".join(f"{name}, us" for name in names) + " |", "| --- |" + " --- |" * len(names)]
     for num_bytes in sorted({row["bytes"] for row in reduces}):
-        lines.append(f"| {num_bytes} | " + " | ".join(f"{times[name, num_bytes]:.1f}" for name in names) + " |")
+        cells = [f"{times[name, num_bytes]:.1f}" if (name, num_bytes) in times else "-" for name in names]
+        lines.append(f"| {num_bytes} | " + " | ".join(cells) + " |")
     lines += ["", "| rows of logits | bytes of a rank | all-gather, us | with rows joined, us |", "| --- " * 4 + "|"]
     gathers = [row for row in rows if row["kind"] == "logits"]
     for alone, joined in zip(gathers[::2], gathers[1::2], strict=True):

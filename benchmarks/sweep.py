@@ -136,11 +136,13 @@ class Bench:
             torch.cuda.current_stream(self.device).synchronize()  # the next step needs them on the host
         return self._read[:num_seqs].numpy()
 
-    def measure(self, executor: ModelExecutor, batch: int, truth: _Truth | None) -> tuple[dict[str, Any], _Truth]:
+    def measure(
+        self, executor: ModelExecutor, batch: int, truth: _Truth | None, repeats: int
+    ) -> tuple[dict[str, Any], _Truth]:
         """One row of the results, and the tokens."""
         margins = np.zeros((batch, self.arguments.output_len), dtype=np.float32)
         _, _, tokens = self.generate(executor, batch, margins)  # warms, and is what is compared
-        runs = [self.generate(executor, batch) for _ in range(self.arguments.repeats)]
+        runs = [self.generate(executor, batch) for _ in range(repeats)]
         row = {
             "batch": batch,
             "ttft_ms": _summary([ttft * 1e3 for ttft, _, _ in runs]),
@@ -197,9 +199,10 @@ def measure(place: ranks.Place | None, arguments: argparse.Namespace) -> _Measur
     stats: dict[str, Any] = {}
     said: dict[tuple[str, int], _Truth] = {}
     for mode in arguments.modes.split(","):
+        repeats = arguments.eager_repeats or arguments.repeats if mode == "eager" else arguments.repeats
         with bench.executor(mode) as executor:
             for batch in bench.batches:
-                row, said[mode, batch] = bench.measure(executor, batch, said.get(("eager", batch)))
+                row, said[mode, batch] = bench.measure(executor, batch, said.get(("eager", batch)), repeats)
                 rows.append({"tp": size, "mode": mode} | row)
                 if bench.leads:
                     print(
@@ -250,6 +253,7 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input-len", type=int)
     parser.add_argument("--output-len", type=int)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--eager-repeats", type=int, help="of the eager mode, which takes the longest")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--tp", default="1", help="numbers of ranks, with commas between them; 1 comes first")
     parser.add_argument("--tp-backend", default="", help="of torch.distributed, such as gloo")

@@ -2,9 +2,9 @@
 # GPU tests and benchmarks on a host without a package registry: nothing is installed but wheels that lie in .wheels/.
 #
 #   ci/gpu.sh [--attention] [--graph] [--models] [--integration] [--bench-attention] [--bench-ops] [--bench-sweep]
-#             [--tp N] [--out DIR]
+#             [--tp N] [--bench-collectives N] [--out DIR]
 #
-# Without a part, all tests run, and no benchmark. --tp N runs the tests and benchmarks of N ranks on N GPUs. A host without the history says in XLLM_COMMIT which commit this is,
+# Without a part, all tests run, and no benchmark. --tp N runs the tests and the sweep of N ranks on N GPUs. A host without the history says in XLLM_COMMIT which commit this is,
 # for the results. The host brings python3 with torch, triton, pytest and hypothesis
 # (pytest-xdist is used where present). FlashInfer comes as wheels (flashinfer-python, apache-tvm-ffi); kernels that it
 # has compiled before may lie in .wheels/flashinfer-aot/NAME/NAME.so, which saves their compilation.
@@ -15,7 +15,7 @@ parts=() out=benchmarks/results tp=2
 while [ $# -gt 0 ]; do
   case "$1" in
     --out) out="$2"; shift ;;
-    --tp) tp="$2"; parts+=(tp); shift ;;
+    --tp | --bench-collectives) tp="$2"; parts+=("${1#--}"); shift ;;
     --attention | --graph | --models | --integration | --bench-attention | --bench-ops | --bench-sweep) parts+=("${1#--}") ;;
     *) echo "unknown argument: $1" >&2; exit 2 ;;
   esac
@@ -42,7 +42,7 @@ gpu_tests() { # FOLDER WORKERS [MARKER]
   local options=(-q -m "${3:-gpu}" -p no:cacheprovider)
   if python3 -c 'import pytest_benchmark' 2>/dev/null; then options+=(-p no:benchmark); fi
   if [ "$2" -gt 1 ] && python3 -c 'import xdist' 2>/dev/null; then options+=(-n "$2"); fi
-  python3 -m pytest "${options[@]}" "$1"
+  timeout 900 python3 -m pytest "${options[@]}" "$1"
 }
 
 for part in "${parts[@]}"; do
@@ -56,10 +56,12 @@ for part in "${parts[@]}"; do
       python3 benchmarks/table.py "$out/sweep-h200.json"
       ;;
     integration) gpu_tests integration 1 ;;
-    tp)
-      XLLM_NUM_GPUS="$tp" timeout 300 bash -c "$(declare -f gpu_tests); gpu_tests integration/graph 1 multi_gpu"
+    bench-collectives)
       timeout 120 python3 benchmarks/collectives.py --tp "$tp" --out "$out/collectives-tp$tp-h200.json"
-      timeout 300 python3 benchmarks/sweep.py --tp "1,$tp" --modes eager,graph --out "$out/sweep-tp-h200.json"
+      ;;
+    tp)
+      XLLM_NUM_GPUS="$tp" gpu_tests integration/graph 3 multi_gpu
+      timeout 400 python3 benchmarks/sweep.py --tp "1,$tp" --modes eager,graph --eager-repeats 1 --out "$out/sweep-tp-h200.json"
       python3 benchmarks/table.py "$out/sweep-tp-h200.json"
       ;;
     *) gpu_tests "packages/xllm-$part/tests" 1 ;;

@@ -40,10 +40,10 @@ def test_a_rank_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_facts(cpu, allowed=True).refusal == "device cpu has no symmetric memory"
     assert local_facts(cpu, allowed=False).refusal == "symmetric memory is switched off"
     assert local_facts(cpu, allowed=True).host == local_facts(cpu, allowed=False).host
-    monkeypatch.setattr(transports, "lacking_ops", lambda: ("two_shot_all_reduce_out",))
+    monkeypatch.setattr(transports, "lacking", lambda: ("triton",))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "u"}))
     told = local_facts(torch.device("cuda:0"), allowed=True)
-    assert told.refusal == f"torch {torch.__version__} lacks two_shot_all_reduce_out"
+    assert told.refusal == "there is no triton"
     assert told.device == "u"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from xllm_models.ops import AllReduceRule, GroupTransport, SymmetricTransport, Transport, lacking_ops
+from xllm_models.ops import AllReduceRule, GroupTransport, SymmetricTransport, Transport, lacking
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart whose names are equal
 
@@ -43,8 +43,8 @@ def local_facts(device: torch.device, *, allowed: bool) -> RankFacts:
         refusal = "symmetric memory is switched off"
     elif not on_cuda:
         refusal = f"device {device.type} has no symmetric memory"
-    elif missing := lacking_ops():
-        refusal = f"torch {torch.__version__} lacks {', '.join(missing)}"
+    elif missing := lacking():
+        refusal = f"there is no {', '.join(missing)}"
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
     return RankFacts(
         host=f"{socket.gethostname()} {boot}",

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xllm_models.kernels import activation, linear, moe, moe_layout, norm, rotary
+from xllm_models.kernels import activation, all_reduce, linear, moe, moe_layout, norm, rotary
 from xllm_models.kernels.launcher import power_of_two
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -38,6 +38,11 @@ def cases() -> Iterator[Case]:
     ):
         constants = [4096, 128, 4096, 128, 16, 8, 128, half, 4, power_of_two(half), rest, kind]
         yield rotary._rotary_kernel, rotary_types, constants, {"num_warps": 2}
+    for block in (1024, 4096):
+        for ranks in (2, 8):
+            constants = [1, ranks, 0, 256 * 2 * block, 128 * block, block, 8]
+            options = {"num_warps": block // 256}
+            yield all_reduce._launch._kernel, [B, "*i64", I, "i32"], constants, options
     for bias in (False, True):
         yield linear._vector_kernel, [B, B, B, B], [1024, 4096, 1024, 2, 1024, bias], {"num_warps": 4}
         for block_k, split, stages in ((256, 1, 3), (64, 4, 5)):
@@ -60,7 +65,7 @@ def compile_case(kernel: Any, types: list[str], constants: list[Any], options: d
     """As a launch would: pointers aligned to 16 bytes."""
     given, fixed = iter(types), iter(constants)
     signature = {p.name: "constexpr" if p.is_constexpr else next(given) for p in kernel.params}
-    constexprs = {p.name: next(fixed) for p in kernel.params if p.is_constexpr}
+    constexprs = {p.name: p.name == "OVERLAP" or next(fixed) for p in kernel.params if p.is_constexpr}
     pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
     attributes = {(index,): [["tt.divisibility", 16]] for index in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)

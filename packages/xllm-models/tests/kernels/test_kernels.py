@@ -26,6 +26,31 @@ def test_interpreted_kernels_agree_with_torch() -> None:
     run_cases(TRITON_INTERPRET="1", XLLM_KERNEL_DEVICE="cpu")
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_interpreted_ranks_sum_through_shared_memory(tmp_path: Path, size: int) -> None:
+    from xllm_models.kernels.all_reduce import shared_bytes
+
+    files = [tmp_path / f"memory{rank}" for rank in range(size)]
+    for file in files:
+        file.write_bytes(bytes(shared_bytes(size)))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(CASES.with_name("all_reduce_rank.py")), str(rank), *map(str, files)],
+            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0] * size, errors
+
+
 def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     command = [sys.executable, str(CASES.with_name("compile_kernels.py"))]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

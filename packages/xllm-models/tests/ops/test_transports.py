@@ -1,9 +1,11 @@
-"""What carries an all-reduce: the rule, the registration, and the calls of symmetric memory with kernels for the CPU."""
+"""What carries an all-reduce: the rule, the registration, and the calls of symmetric memory, its kernels replaced."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch import distributed
 from torch.distributed import _symmetric_memory
 
 from xllm_models import ops
-from xllm_models.ops import AllReduceRule, SymmetricTransport, Way
+from xllm_models.kernels import all_reduce
+from xllm_models.ops import AllReduceRule, SymmetricTransport, Way, symmetric
 
 RULE = AllReduceRule(one_shot_max_bytes=256, two_shot_max_bytes=1024)
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -94,35 +97,41 @@ def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup
 
 
 @pytest.fixture
-def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.Tensor]:
-    """The buffer of a `SymmetricTransport` on the CPU; one-shot gives three times the input, two-shot five times."""
-    buffer = torch.zeros(RULE.two_shot_max_bytes, dtype=torch.uint8)
-    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
-    monkeypatch.setattr(_symmetric_memory, "empty", lambda size, dtype, device: buffer)
-    met: list[Any] = []
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda tensor, group: met.append((tensor, group)))
+def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """`SymmetricTransport` works on the CPU: one-shot gives three times the input, two-shot five times.
 
-    def one_shot(
-        symm_buffer: torch.Tensor, local_input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
-    ) -> torch.Tensor:
-        assert (reduce_op, group_name) == ("sum", group.group_name)
-        symm_buffer.copy_(local_input)
-        return out.copy_(symm_buffer * 3)
+    Is the memory that was shared, and the channels that one-shot was called with.
+    """
+    seen: list[Any] = []
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(
+        _symmetric_memory, "empty", lambda size, dtype, device: torch.full((size,), 7, dtype=dtype, device=device)
+    )
+
+    def rendezvous(tensor: torch.Tensor, with_group: distributed.ProcessGroup) -> Any:
+        assert with_group is group
+        assert not tensor.any()
+        seen.append(tensor)
+        return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()])
+
+    def one_shot(x: torch.Tensor, channels: all_reduce.Channels) -> None:
+        seen.append(channels)
+        x.mul_(3)
 
     def two_shot(input: torch.Tensor, reduce_op: str, group_name: str, output: torch.Tensor) -> torch.Tensor:
         assert (reduce_op, group_name) == ("sum", group.group_name)
         return output.copy_(input * 5)
 
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(all_reduce, "one_shot", one_shot)
     library = torch.library.Library("symm_mem", "IMPL")
-    library.impl("one_shot_all_reduce_copy_out", one_shot, "CPU")
     library.impl("two_shot_all_reduce_out", two_shot, "CPU")
-    yield buffer
+    yield seen
     library._destroy()
-    assert len(met) == 1
-    assert met[0][0] is buffer
 
 
-def test_symmetric_memory_takes_the_way_of_the_rule(group: distributed.ProcessGroup, shared: torch.Tensor) -> None:
+def test_symmetric_memory_takes_the_way_of_the_rule(group: distributed.ProcessGroup, shared: list[Any]) -> None:
     transport = SymmetricTransport(group, torch.device("cpu"), RULE)
     for shape, dtype, way, factor in (
         ((4, 32), BF16, "one_shot", 3),
@@ -139,18 +148,28 @@ def test_symmetric_memory_takes_the_way_of_the_rule(group: distributed.ProcessGr
     rows = torch.arange(12.0).reshape(3, 4)
     assert transport.all_reduce_(rows[1]) == "one_shot"
     assert rows.tolist() == [[0, 1, 2, 3], [12, 15, 18, 21], [8, 9, 10, 11]]
+    memory, channels, again = shared
+    assert channels is again
+    assert memory.numel() == RULE.two_shot_max_bytes + all_reduce.shared_bytes(1)
+    assert channels.rank == 0
+    assert channels.addresses.tolist() == [memory.data_ptr() + RULE.two_shot_max_bytes]
+    assert not channels.counts.any()
 
 
-def test_multicast_is_not_set_up(group: distributed.ProcessGroup, shared: torch.Tensor) -> None:
-    import os
-
+def test_multicast_is_not_set_up(group: distributed.ProcessGroup, shared: list[Any]) -> None:
     SymmetricTransport(group, torch.device("cpu"), RULE)
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
-def test_this_torch_has_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.lacking_ops() == ()
-    from xllm_models.ops import symmetric
+def test_a_rule_beyond_the_kernel_is_refused(group: distributed.ProcessGroup) -> None:
+    rule = AllReduceRule(one_shot_max_bytes=2 << 20, two_shot_max_bytes=2 << 20)
+    with pytest.raises(ValueError, match="one_shot_max_bytes is 2097152; at most 1048576 are served"):
+        SymmetricTransport(group, torch.device("cpu"), rule)
+    for ranks in (2, 3, 8):
+        assert AllReduceRule.measured(ranks).one_shot_max_bytes <= all_reduce.MAX_BYTES
 
-    monkeypatch.setattr(symmetric, "NEEDED_OPS", ("one_shot_all_reduce_copy_out", "three_shot"))
-    assert ops.lacking_ops() == ("three_shot",)
+
+def test_what_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.lacking() == ()
+    monkeypatch.setattr(symmetric, "find_spec", lambda name: None)
+    assert ops.lacking() == ("triton",)

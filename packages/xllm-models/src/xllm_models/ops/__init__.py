@@ -21,7 +21,7 @@ from .linear import linear
 from .moe import moe
 from .norm import fused_add_rms_norm, rms_norm
 from .rotary import qk_norm_rope, rotary
-from .symmetric import SymmetricTransport, lacking_ops
+from .symmetric import SymmetricTransport, lacking
 from .transports import AllReduceRule, GroupTransport, Transport, Way
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "fused_add_rms_norm",
     "gelu_and_mul",
     "group_stats",
-    "lacking_ops",
+    "lacking",
     "linear",
     "moe",
     "qk_norm_rope",
