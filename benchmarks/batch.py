@@ -2,7 +2,7 @@
 
 Owns the page tables and the pinned memory of the steps. The reference builder of `xllm_metadata` is made to be read,
 not to be fast, and would be most of a decode step's time. Like a host that keeps its page tables from step to step,
-this one writes again only what changes: tokens, positions, slots and lengths.
+this one writes and sends again only what changes: tokens, positions, slots and lengths.
 """
 
 from __future__ import annotations
@@ -58,26 +58,28 @@ class StepBuilder:
 
 
 class _Shape:
-    """Memory of all steps of the same requests with as many tokens and pages: one copy takes it to the device."""
+    """Memory of all steps of the same requests with as many tokens and pages: one copy takes a step to the device."""
 
     def __init__(self, tables: np.ndarray, count: int, device: torch.device) -> None:
         num_seqs, pages = tables.shape
         self._count = count
         self._rows = np.arange(num_seqs + 1, dtype=np.int32)
         self._page_starts = tables * PAGE_SIZE
+        self._last_page_starts = self._page_starts[:, -1:].copy()
         constant = {
             "paged_kv_indptr": self._rows * pages,
             "paged_kv_indices": tables.reshape(-1),
             "qo_indptr": self._rows * count,
             "last_rows": self._rows[1:] * count - 1,
         }
-        sizes = {
+        changing = {
             "tokens": num_seqs * count,
             "positions": num_seqs * count,
             "slot_mapping": num_seqs * count,
             "paged_kv_last_page_len": num_seqs,
             "kv_cu_seq_lens": num_seqs + 1,
-        } | {name: values.shape[0] for name, values in constant.items()}
+        }
+        sizes = changing | {name: values.shape[0] for name, values in constant.items()}
         self._host = torch.empty(sum(sizes.values()), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._on_device = torch.empty_like(self._host, device=device)
         self._mirrors = dict(zip(sizes, self._host.split(list(sizes.values())), strict=True))
@@ -85,6 +87,9 @@ class _Shape:
         numbers = {name: tensor.numpy() for name, tensor in self._mirrors.items()}
         for name, values in constant.items():
             numbers[name][:] = values
+        self._on_device.copy_(self._host, non_blocking=True)
+        sent = sum(changing.values())
+        self._source, self._target = self._host[:sent], self._on_device[:sent]
         self._tokens = numbers["tokens"].reshape(num_seqs, count)
         self._positions = numbers["positions"].reshape(num_seqs, count)
         self._slots = numbers["slot_mapping"].reshape(num_seqs, count)
@@ -97,14 +102,14 @@ class _Shape:
         self._tokens[:] = tokens
         if self._count == 1:
             self._positions.fill(first)
-            np.add(self._page_starts[:, -1:], first % PAGE_SIZE, out=self._slots)
+            np.add(self._last_page_starts, first % PAGE_SIZE, out=self._slots)
         else:
             positions = np.arange(first, end, dtype=np.int32)
             self._positions[:] = positions
             np.add(self._page_starts[:, positions // PAGE_SIZE], positions % PAGE_SIZE, out=self._slots)
         self._last_page_len.fill((end - 1) % PAGE_SIZE + 1)
         np.multiply(self._rows, end, out=self._kv_cu_seq_lens)
-        self._on_device.copy_(self._host, non_blocking=True)
+        self._target.copy_(self._source, non_blocking=True)
         return self._described(first, end)
 
     def _described(self, first: int, end: int) -> Step:
