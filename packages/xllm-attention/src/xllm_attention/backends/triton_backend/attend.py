@@ -1,4 +1,4 @@
-"""The attention kernel: one program an item of the work list and kv head. Owns what a program does, start to end.
+"""The attention kernel: a program attends items of the work list for one kv head. Owns what it does, start to end.
 
 Legend as in `tile`; also K kv heads, C chunks. A query row is one token and one head of the group.
 """
@@ -10,7 +10,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .tile import add_tile, scores_of
-from .worklist import BEGIN, CHUNKS, END, FIRST, ITEM_WIDTH, KV_LEN, NUM_ROWS, PREFIX, SLOT, TABLE, TILE, TOKEN
+from .worklist import (
+    BEGIN,
+    CHUNKS,
+    END,
+    FIRST,
+    ITEM_WIDTH,
+    KV_LEN,
+    NUM_ROWS,
+    PREFIX,
+    RUN_BEGIN,
+    RUN_END,
+    SLOT,
+    TABLE,
+    TILE,
+    TOKEN,
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,20 +42,53 @@ def attend_kernel(
     IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attends one tile over one chunk; in decode it appends the new token too, taking it from k_new and v_new.
+    """Attends the items of one program, in decode a run of them.
 
-    Grid: (items, K). With PAGED unset the keys are k_new and v_new themselves: whole
-    prompts, which have no prefix.
+    Grid: (K, programs): programs without items come last. With PAGED unset the keys are k_new and v_new themselves:
+    whole prompts, which have no prefix.
     """
+    kv_head = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    if DECODE:
+        begin = tl.load(items_ptr + program * ITEM_WIDTH + RUN_BEGIN)
+        end = tl.load(items_ptr + program * ITEM_WIDTH + RUN_END)
+        for item in range(begin, end):
+            attend_item(
+                q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
+                state_ptr, arrived_ptr, item, kv_head, STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW,
+                CAP, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
+            )  # fmt: skip
+    else:
+        # The last tiles of a prompt have the most keys: they begin first.
+        item = tl.num_programs(1) - 1 - program
+        if tl.load(items_ptr + item * ITEM_WIDTH + CHUNKS) > 0:
+            attend_item(
+                q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
+                state_ptr, arrived_ptr, item, kv_head, STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW,
+                CAP, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
+            )  # fmt: skip
+    if PDL:
+        # Programs without items too: a launch that has ended must mean that all before it have.
+        gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_item(
+    q_ptr: tl.tensor, k_new_ptr: tl.tensor, v_new_ptr: tl.tensor, out_ptr: tl.tensor, k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor, items_ptr: tl.tensor, pages_ptr: tl.tensor, partial_ptr: tl.tensor, state_ptr: tl.tensor,
+    arrived_ptr: tl.tensor, item: tl.tensor, kv_head: tl.tensor,
+    STRIDES: tl.constexpr, scale: tl.constexpr, soft_cap: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    DECODE: tl.constexpr, PAGED: tl.constexpr, IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Attends one tile over one chunk; in decode it appends the new token too, taking it from k_new and v_new."""
     q_st, q_sh, q_sd = STRIDES[0], STRIDES[1], STRIDES[2]
     kn_st, kn_sh, kn_sd = STRIDES[3], STRIDES[4], STRIDES[5]
     vn_st, vn_sh, vn_sd = STRIDES[6], STRIDES[7], STRIDES[8]
     o_st, o_sh, o_sd = STRIDES[9], STRIDES[10], STRIDES[11]
     kc_sp, kc_st, kc_sh, kc_sd = STRIDES[12], STRIDES[13], STRIDES[14], STRIDES[15]
     vc_sp, vc_st, vc_sh, vc_sd = STRIDES[16], STRIDES[17], STRIDES[18], STRIDES[19]
-    # The last tiles of a prompt have the most keys: they begin first.
-    item = tl.program_id(0) if DECODE else tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
     fields = items_ptr + item * ITEM_WIDTH
     chunks = tl.load(fields + CHUNKS)
     first_token = tl.load(fields + TOKEN).to(tl.int64)
@@ -54,9 +102,9 @@ def attend_kernel(
     pages = pages_ptr + tl.load(fields + TABLE)
     slot = tl.load(fields + SLOT).to(tl.int64)
     if PDL:
+        # What earlier launches of the step write is read below only. Waiting again, at a later item, costs nothing.
         gdc_wait()
-    if chunks == 0:
-        return
+        gdc_launch_dependents()
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     element = tl.arange(0, D_PAD)
@@ -121,10 +169,6 @@ def attend_kernel(
         acc = acc * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
         total = total * shrink + weight
         top = new_top
-    if PDL:
-        # Not earlier: the next launch's programs would take places that this one's still need.
-        gdc_launch_dependents()
-
     outputs = out_ptr + ((first_token + rows // G) * o_st + (kv_head * G + rows % G) * o_sh)[:, None]
     outputs += element[None, :] * o_sd
     written = (rows < num_rows)[:, None] & (element < D)[None, :]

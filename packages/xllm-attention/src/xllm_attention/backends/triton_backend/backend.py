@@ -106,7 +106,7 @@ class TritonBackend(AttentionBackend):
         strides = (*q.stride(), *k.stride(), *v.stride(), *out.stride(), *self._strides[layer_id])
         self._attend(
             (group, self._decode, self._paged, pdl, strides, alignment(q, k, v, out, k_cache, v_cache)),
-            (num_items, spec.num_kv_heads, 1),
+            (spec.num_kv_heads, work.num_programs(*self._step_size), 1),
             (q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived),
             {
                 "STRIDES": strides,
@@ -128,7 +128,12 @@ class TritonBackend(AttentionBackend):
                 "BLOCK_C": tiles.block_c,
                 "PDL": pdl,
             },
-            {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
+            {
+                "num_warps": tiles.num_warps,
+                "num_stages": tiles.num_stages,
+                "maxnreg": tiles.max_registers,
+                "launch_pdl": pdl,
+            },
         )
 
     def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:

@@ -1,7 +1,8 @@
 """The work list of one step: which program attends which query rows over which keys. Made on the device.
 
 Owns how a step is cut into items. An item is one tile of a sequence's query rows and one chunk of its keys; a tile
-whose keys are cut into several chunks is combined by whichever of its programs ends last. The list is made by a kernel
+whose keys are cut into several chunks is combined by whichever of its programs ends last. In decode a program attends
+a run of items, in other steps one. The list is made by a kernel
 from the device metadata, so that planning neither waits for the device nor holds host buffers that a running step
 still reads: it is ordered on the stream like any other work. How many items there are at most depends on the bucket
 only, so a captured launch is right for every length.
@@ -25,6 +26,8 @@ END = tl.constexpr(7)  # key position behind the chunk
 FIRST = tl.constexpr(8)  # item of the tile's first chunk
 CHUNKS = tl.constexpr(9)  # chunks of the tile; 0: no such item
 SLOT = tl.constexpr(10)  # decode: where the token is written; below 0: nowhere
+RUN_BEGIN = tl.constexpr(11)  # decode: first item of the program of this number; no matter of the item itself
+RUN_END = tl.constexpr(12)  # decode: the item behind its last
 ITEM_WIDTH = tl.constexpr(16)
 
 
@@ -38,6 +41,49 @@ def chunk_counts(
     if WINDOW > 0:
         seen = tl.minimum(kv_lens, q_lens + (WINDOW - 1))
     return tiles, seen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shares(
+    units: tl.tensor, row_ends: tl.tensor, total_units: tl.tensor, wave: tl.tensor, most: tl.tensor,
+    LEAST_UNITS: tl.constexpr, ENOUGH_UNITS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """A decode step's units a program, whether the sequences are cut apart, and the number of items of each."""
+    waves = tl.minimum(tl.maximum(total_units // (wave * ENOUGH_UNITS), 1), most)
+    chunk = tl.maximum((total_units + wave * waves - 1) // (wave * waves), LEAST_UNITS)
+    alone = (units + chunk - 1) // chunk
+    even = tl.sum(alone, 0) <= wave * waves
+    crossing = (row_ends - 1) // chunk - (row_ends - units) // chunk + 1
+    return chunk, even, tl.where(even, alone, tl.where(units > 0, crossing, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def share_of(
+    row_first: tl.tensor, row_units: tl.tensor, number: tl.tensor, chunk: tl.tensor, even: tl.tensor
+) -> tl.tensor:
+    """Chunks of a decode row whose units begin at row_first, and the units of it that belong to chunk `number`."""
+    program = row_first // chunk
+    crossed = (row_first + row_units - 1) // chunk - program + 1
+    chunks = tl.where(even, (row_units + chunk - 1) // chunk, crossed)
+    program += number
+    begin = tl.where(even, row_units * number // chunks, tl.maximum(program * chunk - row_first, 0))
+    end = tl.where(even, row_units * (number + 1) // chunks, tl.minimum((program + 1) * chunk - row_first, row_units))
+    return chunks, begin, end
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def first_item(
+    program: tl.tensor, chunk: tl.tensor, ends: tl.tensor, row_ends: tl.tensor, total_units: tl.tensor
+) -> tl.tensor:
+    """First item of programs that take `chunk` units each of sequences laid one after the other.
+
+    ends, row_ends [BLOCK_B]: items and units up to the end of each sequence.
+    """
+    unit = program * chunk
+    passed = row_ends[None, :] <= unit[:, None]
+    items = tl.max(tl.where(passed, ends[None, :], 0), 1)
+    row_first = tl.max(tl.where(passed, row_ends[None, :], 0), 1)
+    return tl.where(unit < total_units, items + program - row_first // chunk, tl.max(ends, 0))
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_items", "target", "wave"])  # type: ignore[untyped-decorator]
@@ -54,9 +100,12 @@ def worklist_kernel(
 ) -> None:  # fmt: skip
     """Each program fills BLOCK_I items. All repeat the sums over the batch, which is cheaper than sharing them.
 
-    Chunks are multiples of UNIT keys. With n chunks' worth of keys in the step, chunks are cut so that they make up one
-    wave of programs (`wave` items) while that leaves them shorter than ENOUGH_UNITS, where the balance of several
-    waves is not worth the restarts; beyond it they are made no longer than needed to stay within `target` items.
+    Chunks are multiples of UNIT keys. In decode all programs get the same number of units: `wave` programs, or several
+    waves of them where each has ENOUGH_UNITS then. Sequences are cut into equal chunks, a program each, if that takes
+    no more programs; else the sequences are laid one after the other and cut wherever a program's share ends. In other
+    steps, with n chunks' worth of keys, chunks are cut so that they make up one wave of programs (`wave` items) while
+    that leaves them shorter than ENOUGH_UNITS; beyond it they are made no longer than needed to stay within `target`
+    items.
     """
     seq = tl.arange(0, BLOCK_B)
     real = seq < num_seqs
@@ -67,14 +116,22 @@ def worklist_kernel(
         q_lens = tl.load(qo_indptr_ptr + seq + 1, mask=real, other=0) - tl.load(qo_indptr_ptr + seq, mask=real, other=0)
     tiles, seen = chunk_counts(q_lens, kv_lens, G, WINDOW, BLOCK_M)
     units = (seen + UNIT - 1) // UNIT
+    if DECODE:
+        units = tl.where(real, tl.maximum(units, 1), 0)  # also a row without keys is an item, which writes zeros
     total_units = tl.sum(tiles * units, 0)
-    # sum(tiles * ceil(units / chunk)) <= total_units / chunk + total_tiles: within `target` for this chunk.
-    spare = target - tl.sum(tiles, 0)
-    least = tl.minimum((total_units + wave - 1) // wave, ENOUGH_UNITS)
-    chunk = tl.maximum(tl.maximum((total_units + spare - 1) // tl.maximum(spare, 1), least), LEAST_UNITS)
-    if spare <= 0:
-        chunk = tl.maximum(tl.max(units, 0), 1)
-    ends = tl.cumsum(tiles * tl.maximum((units + chunk - 1) // chunk, 1), 0)
+    row_ends = tl.cumsum(units, 0)  # where the sequences' units end when they are laid one after the other
+    if DECODE:
+        most = (target - num_seqs) // wave
+        chunk, even, counts = shares(units, row_ends, total_units, wave, most, LEAST_UNITS, ENOUGH_UNITS)
+    else:
+        # sum(tiles * ceil(units / chunk)) <= total_units / chunk + total_tiles: within `target` for this chunk.
+        spare = target - tl.sum(tiles, 0)
+        least = tl.minimum((total_units + wave - 1) // wave, ENOUGH_UNITS)
+        chunk = tl.maximum(tl.maximum((total_units + spare - 1) // tl.maximum(spare, 1), least), LEAST_UNITS)
+        if spare <= 0:
+            chunk = tl.maximum(tl.max(units, 0), 1)
+        counts = tiles * tl.maximum((units + chunk - 1) // chunk, 1)
+    ends = tl.cumsum(counts, 0)
 
     item = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     before = ends[None, :] <= item[:, None]
@@ -92,9 +149,18 @@ def worklist_kernel(
         q_len = tl.load(qo_indptr_ptr + row + 1, mask=live, other=0) - token
         slot = tl.full([BLOCK_I], -1, tl.int32)
     _, keys = chunk_counts(q_len, kv_len, G, WINDOW, BLOCK_M)
-    chunks = tl.maximum(((keys + UNIT - 1) // UNIT + chunk - 1) // chunk, 1)
-    number = local % chunks
-    begin = kv_len - keys + number * chunk * UNIT
+    if DECODE:
+        number = local
+        row_first = tl.max(tl.where(before, row_ends[None, :], 0), 1)
+        row_units = tl.maximum((keys + UNIT - 1) // UNIT, 1)
+        chunks, unit, unit_end = share_of(row_first, row_units, number, chunk, even)
+        begin = kv_len - keys + unit * UNIT
+        end = kv_len - keys + unit_end * UNIT
+    else:
+        chunks = tl.maximum(((keys + UNIT - 1) // UNIT + chunk - 1) // chunk, 1)
+        number = local % chunks
+        begin = kv_len - keys + number * chunk * UNIT
+        end = begin + chunk * UNIT
     # A decode row of KV length 0 is padding: an item without keys, which writes zeros.
     out = items_ptr + item * ITEM_WIDTH
     inside = item < num_items
@@ -105,7 +171,13 @@ def worklist_kernel(
     tl.store(out + TABLE, tl.load(table_indptr_ptr + row, mask=live, other=0), mask=inside)
     tl.store(out + TILE, local // chunks, mask=inside)
     tl.store(out + BEGIN, begin, mask=inside)
-    tl.store(out + END, tl.minimum(begin + chunk * UNIT, kv_len), mask=inside)
+    tl.store(out + END, tl.minimum(end, kv_len), mask=inside)
     tl.store(out + FIRST, item - number, mask=inside)
     tl.store(out + CHUNKS, tl.where(live, chunks, 0), mask=inside)
     tl.store(out + SLOT, slot, mask=inside)
+    if DECODE:
+        count = tl.max(ends, 0)
+        run_begin = tl.where(even, tl.minimum(item, count), first_item(item, chunk, ends, row_ends, total_units))
+        run_end = tl.where(even, tl.minimum(item + 1, count), first_item(item + 1, chunk, ends, row_ends, total_units))
+        tl.store(out + RUN_BEGIN, run_begin, mask=inside)
+        tl.store(out + RUN_END, run_end, mask=inside)

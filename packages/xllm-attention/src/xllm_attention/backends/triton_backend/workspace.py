@@ -69,8 +69,7 @@ class WorkList:
         """Items that a step may have because its keys are cut into chunks."""
         if not self.decode:
             return self.wave()
-        # Programs without work cost a launch too: 2 us where one sequence could have eight waves of them.
-        return num_seqs + self.wave() * min(self.tiles.max_waves, 1 + num_seqs)
+        return num_seqs + self._max_programs(num_seqs)
 
     def num_items(self, num_tokens: int, num_seqs: int) -> int:
         """Items that a step of this bucket has at most, and so the launch's size."""
@@ -78,6 +77,14 @@ class WorkList:
             return self.target(num_seqs)
         num_tiles = -(-num_tokens * self.spec.group_size // self.tiles.block_m) + num_seqs
         return max(num_tiles, self.target(num_seqs))
+
+    def num_programs(self, num_tokens: int, num_seqs: int) -> int:
+        """Programs of a launch for each kv head."""
+        return self._max_programs(num_seqs) if self.decode else self.num_items(num_tokens, num_seqs)
+
+    def _max_programs(self, num_seqs: int) -> int:
+        # Programs without work cost a launch too: no more waves than sequences.
+        return self.wave() * min(self.tiles.max_waves, num_seqs)
 
     def num_partials(self, num_seqs: int) -> int:
         """Items that may be chunks of a tile: a step has chunks only while it stays within the target."""

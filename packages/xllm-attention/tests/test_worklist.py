@@ -1,0 +1,83 @@
+"""The work list of decode steps, made in Triton's interpreter: every key once, the same share for every program."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from xllm_attention.backends.triton_backend.worklist import (
+    BEGIN,
+    CHUNKS,
+    END,
+    FIRST,
+    ITEM_WIDTH,
+    KV_LEN,
+    RUN_BEGIN,
+    RUN_END,
+    TOKEN,
+    worklist_kernel,
+)
+
+UNIT, BLOCK_I = 16, 32
+
+
+def make_list(lens: list[int], wave: int, most: int, enough: int, window: int) -> list[list[int]]:
+    """The list [capacity, ITEM_WIDTH] of a decode step whose sequences have these KV lengths."""
+    capacity = len(lens) + wave * most
+    indptr = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
+    slots = torch.zeros(len(lens), dtype=torch.int32)
+    items = torch.full((capacity, ITEM_WIDTH.value), -7, dtype=torch.int32)
+    kernel: Any = worklist_kernel
+    kernel[(-(-capacity // BLOCK_I),)](
+        indptr, indptr, indptr, slots, items, len(lens), capacity, capacity, wave,
+        G=2, WINDOW=window, DECODE=True, BLOCK_M=16, UNIT=UNIT, LEAST_UNITS=1, ENOUGH_UNITS=enough,
+        BLOCK_B=32, BLOCK_I=BLOCK_I,
+    )  # fmt: skip
+    listed: list[list[int]] = items.tolist()
+    return listed
+
+
+@given(
+    lens=st.lists(st.integers(0, 300) | st.sampled_from((0, 1, UNIT, UNIT + 1, 256)), min_size=1, max_size=12),
+    wave=st.integers(1, 9),
+    most=st.integers(1, 3),
+    enough=st.integers(1, 8),
+    window=st.sampled_from((0, 0, 1, 40)),
+)
+@example(lens=[256] * 10, wave=4, most=1, enough=1, window=0)  # more sequences than programs
+@example(lens=[256] * 2, wave=8, most=1, enough=1, window=0)  # fewer
+@settings(max_examples=60, deadline=None)
+def test_every_key_once_in_equal_shares(lens: list[int], wave: int, most: int, enough: int, window: int) -> None:
+    items = make_list(lens, wave, most, enough, window)
+    seen = [min(length, window) if window else length for length in lens]
+    units = [max(1, -(-keys // UNIT)) for keys in seen]
+
+    runs = [(row[RUN_BEGIN.value], row[RUN_END.value]) for row in items]
+    count = runs[-1][1]
+    assert runs[0][0] == 0
+    assert all(first[1] == second[0] for first, second in pairwise(runs))
+    assert all(begin == end for begin, end in runs[wave * most :])
+
+    done = {row: length - keys for row, (length, keys) in enumerate(zip(lens, seen, strict=True))}
+    for index, item in enumerate(items[:count]):
+        row, begin, end = item[TOKEN.value], item[BEGIN.value], item[END.value]
+        of_row = [number for number in range(count) if items[number][TOKEN.value] == row]
+        assert (item[FIRST.value], item[CHUNKS.value]) == (of_row[0], len(of_row))
+        assert of_row == list(range(of_row[0], of_row[-1] + 1))
+        assert item[KV_LEN.value] == lens[row]
+        assert begin == done[row]
+        assert end > begin or lens[row] == 0
+        assert (begin - lens[row] + seen[row]) % UNIT == 0
+        done[row] = end
+        assert index < len(lens) + wave * most
+    assert done == dict(enumerate(lens))
+
+    programs = wave * min(max(sum(units) // (wave * enough), 1), most)
+    share = -(-sum(units) // programs)
+    for begin, end in runs:
+        spans = [item[END.value] - item[BEGIN.value] for item in items[begin:end]]
+        assert sum(max(1, -(-span // UNIT)) for span in spans) <= share
