@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .launcher import Launcher, power_of_two
+from .overlap import wait_for_previous
 
 
 @triton.jit
@@ -29,7 +30,9 @@ def _gated_kernel(
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -39,7 +42,7 @@ def _gated_kernel(
     tl.store(out + row * size + columns, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
-_launch = Launcher(_gated_kernel, num_warps=4)
+_launch = Launcher(_gated_kernel, overlaps=True, num_warps=4)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -12,15 +12,19 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
+from .overlap import can_overlap
+
 
 class Launcher:
     """A `triton.jit` kernel whose parameters are tensors, then scalars, then constants, in this order.
 
-    The kernel must declare its integer scalars under `do_not_specialize`. Tensors are on the current device.
+    The kernel must declare its integer scalars under `do_not_specialize`. Tensors are on the current device. With
+    `overlaps` its last constant says whether it is launched as `overlap` describes, which is decided here.
     """
 
-    def __init__(self, kernel: Any, **options: int) -> None:
+    def __init__(self, kernel: Any, *, overlaps: bool = False, **options: int) -> None:
         self._kernel = kernel
+        self._overlaps = overlaps
         self._options = options  # num_warps, num_stages
         self._compiled: dict[tuple[object, ...], Any] = {}
 
@@ -32,6 +36,12 @@ class Launcher:
         constants: tuple[object, ...],
         **options: int,
     ) -> None:
+        device = tensors[0].get_device()  # -1: the interpreter's
+        if self._overlaps:
+            overlap = device >= 0 and can_overlap(device)
+            constants = (*constants, overlap)
+            if overlap:
+                options["launch_pdl"] = True
         addresses = 0
         for tensor in tensors:
             addresses |= tensor.data_ptr()
@@ -39,7 +49,6 @@ class Launcher:
         if addresses % 16:
             self._kernel[grid](*arguments, **(self._options | options))
             return
-        device = tensors[0].get_device()
         key = (device, constants, *[tensor.dtype for tensor in tensors], *options.values())
         compiled = self._compiled.get(key)
         if compiled is not None:

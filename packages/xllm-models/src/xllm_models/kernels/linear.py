@@ -13,6 +13,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from .launcher import Launcher, power_of_two
+from .overlap import wait_for_previous
 
 MAX_ROWS = 16
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
@@ -30,8 +31,10 @@ def _vector_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One row of x: BLOCK_N outputs a program."""
+    wait_for_previous(OVERLAP)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outputs < num_outputs
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -65,8 +68,10 @@ def _rows_kernel(
     SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Several rows of x: BLOCK_N outputs a program, whose warps share the features in SPLIT parts."""
+    wait_for_previous(OVERLAP)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outputs < num_outputs
     rows = tl.arange(0, ROWS)
@@ -89,8 +94,8 @@ def _rows_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=inside[:, None] & (rows < num_rows)[None, :])
 
 
-_launch_vector = Launcher(_vector_kernel, num_warps=4)
-_launch_rows = Launcher(triton.jit(_rows_kernel.fn, do_not_specialize=["num_rows"]))
+_launch_vector = Launcher(_vector_kernel, overlaps=True, num_warps=4)
+_launch_rows = Launcher(triton.jit(_rows_kernel.fn, do_not_specialize=["num_rows"]), overlaps=True)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .launcher import Launcher, num_warps_for, power_of_two
+from .overlap import wait_for_previous
 
 
 @triton.jit
@@ -24,7 +25,9 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < size
@@ -44,7 +47,7 @@ def _norm_kernel(
     tl.store(out + row * size + columns, result.to(dtype), mask=mask)
 
 
-_launch = Launcher(_norm_kernel)
+_launch = Launcher(_norm_kernel, overlaps=True)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:

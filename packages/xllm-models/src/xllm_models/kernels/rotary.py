@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .launcher import Launcher, power_of_two
+from .overlap import wait_for_previous
 
 
 @triton.jit
@@ -102,7 +103,9 @@ def _rotary_kernel(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     position = tl.load(positions + token).to(tl.int64)
@@ -124,7 +127,7 @@ def _rotary_kernel(
         )  # fmt: skip
 
 
-_launch = Launcher(_rotary_kernel)
+_launch = Launcher(_rotary_kernel, overlaps=True)
 
 
 def rotary(
