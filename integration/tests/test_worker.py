@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 Events = list[dict[str, Any]]
 Serve = Callable[..., Events]
@@ -63,6 +70,41 @@ def test_tokens_equal_transformers(
     events = serve(checkpoint, [*requests, {"command": "stats"}], "--dtype=float32", *flags)
     got = answers(events)
     assert [got[f"r{i}"] for i in range(len(PROMPTS))] == expected
+
+
+@pytest.fixture(scope="session")
+def longrope(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Phi-3 that was trained for 64 positions and reaches 256 with other rotary factors."""
+    torch.manual_seed(9)
+    num_frequencies = small_config["hidden_size"] // small_config["num_attention_heads"] // 2
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(num_frequencies)],
+        "long_factor": [4.0 + i for i in range(num_frequencies)],
+    }
+    # Weights so large that attention, and with it the factors, decides about tokens.
+    own = {"pad_token_id": 0, "original_max_position_embeddings": 64, "initializer_range": 0.1}
+    config = Phi3Config(**small_config, **own, rope_parameters=rope)
+    folder = tmp_path_factory.mktemp("phi3")
+    Phi3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_the_served_length_chooses_longropes_factors(
+    longrope: Path, hf_greedy: HfGreedy, serve: Serve, answers: Answers
+) -> None:
+    """transformers takes the factors by each sequence's length: short up to 64 positions, long beyond."""
+    short, long = list(range(3, 23)), list(range(3, 103))
+    expected = [hf_greedy(longrope, [prompt], 40, None)[0] for prompt in (short, long)]
+    by_default = answers(
+        serve(longrope, [request(f"{n}", p, 40, ignore_eos=True) for n, p in enumerate((short, long))])
+    )
+    limited = answers(serve(longrope, [request("0", short, 40, ignore_eos=True)], "--max_model_len=64"))
+    assert limited["0"] == expected[0]
+    assert by_default["1"] == expected[1]
+    assert by_default["0"] != expected[0]
 
 
 def test_one_execute_a_step_and_one_plan_a_step(llama: Path, worker_path: Path) -> None:

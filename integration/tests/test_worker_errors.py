@@ -158,7 +158,8 @@ def test_a_damaged_checkpoint_ends_with_1(
 @pytest.mark.parametrize(
     ("flags", "exit_code", "message"),
     [
-        (["--max_model_len=1000"], 1, "the limit is the model's max_position_embeddings, 256"),
+        (["--max_model_len=1000"], 1, "max_model_len 1000 is outside 1 to 256, the model's positions"),
+        (["--model_impl=native", "--max_model_len=1000"], 1, "max_model_len 1000 is outside 1 to 256"),
         (["--kv_cache_memory=100"], 1, "--kv_cache_memory is 100 bytes; one page of 16 tokens takes 12288"),
         (["--num_blocks=16777216", "--block_size=1024"], 1, "the limit is 2097151 pages of 1024 tokens"),
         (["--num_blocks=2000000", "--block_size=1024"], 1, "pages of 1024 tokens does not fit into memory: "),
@@ -176,6 +177,17 @@ def test_what_cannot_be_served_ends_with_one_error(
     assert (result.returncode, result.stdout) == (exit_code, "")
     assert message in result.stderr.splitlines()[-1]
     assert result.stderr.startswith("error: ")
+
+
+def test_a_context_beyond_what_the_model_was_trained_for(copy_of_llama: Path, run: Run) -> None:
+    """Dynamic rotary embeddings would reach further; what is served ends where the config says."""
+    path = copy_of_llama / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    path.write_text(json.dumps(config))
+    result = run(copy_of_llama, [], "--max_model_len=300")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == ("error: --max_model_len is 300; the limit is the model's max_position_embeddings, 256\n")
 
 
 def test_no_such_directory(run: Run) -> None:

@@ -137,6 +137,7 @@ std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const Rank
     load.model_path = options.model;
     load.device = resolve_device(options, place).str();
     load.dtype = options.dtype == "auto" ? "" : options.dtype;
+    load.max_model_len = options.max_model_len.value_or(0);
     load.progress = isatty(STDERR_FILENO) == 1 && place.rank == 0;
     ParallelArgs parallel;
     parallel.tp_rank(place.rank).tp_size(place.size).host(place.host).port(place.port);

@@ -18,7 +18,14 @@ from xllm_models.loading import SafetensorsStateDict, open_checkpoint
 
 
 def load_state(
-    path: str, *, device: str, dtype: str | None, tp_rank: int, tp_size: int, progress: bool
+    path: str,
+    *,
+    device: str,
+    dtype: str | None,
+    tp_rank: int,
+    tp_size: int,
+    max_model_len: int | None = None,
+    progress: bool,
 ) -> dict[str, Any]:
     """Load a checkpoint as `load_model` does and take the model apart.
 
@@ -28,7 +35,15 @@ def load_state(
         layers: one dict a layer, the fields of its `AttentionSpec`.
         dtype, device: of the weights.
     """
-    model = load_model(path, device=device, dtype=dtype, tp_rank=tp_rank, tp_size=tp_size, progress=progress)
+    model = load_model(
+        path,
+        device=device,
+        dtype=dtype,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        max_model_len=max_model_len,
+        progress=progress,
+    )
     tensors = {
         name: tensor.detach()
         for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))

@@ -33,12 +33,17 @@ NativeState load_native_state(const LoadOptions& options, const ParallelArgs& pa
     if (!options.dtype.empty()) {
       dtype = py::str(options.dtype);
     }
+    py::object max_model_len = py::none();
+    if (options.max_model_len > 0) {
+      max_model_len = py::int_(options.max_model_len);
+    }
     const py::object loaded = py::module_::import("xllm_executor.native_state")
                                   .attr("load_state")(options.model_path,
                                                       py::arg("device") = options.device,
                                                       py::arg("dtype") = dtype,
                                                       py::arg("tp_rank") = parallel.tp_rank(),
                                                       py::arg("tp_size") = parallel.tp_size(),
+                                                      py::arg("max_model_len") = max_model_len,
                                                       py::arg("progress") = options.progress);
     NativeState state;
     from_python(loaded["args"], "model_args", state.args);
