@@ -1,8 +1,6 @@
 // A small host that drives the bridge through its public headers and prints what it saw, one JSON object a line.
 //
 //   bridge_host MODEL_DIR EXECUTABLE MODULE_PATH SCENARIO
-#include <ATen/ops/full.h>
-#include <ATen/ops/tensor.h>
 #include <xllm/executor/executor.h>
 #include <xllm/executor/python_runtime.h>
 
@@ -14,16 +12,16 @@
 #include <thread>
 #include <vector>
 
+#include "host_inputs.h"
+
 namespace {
 
+using hosts::int32;
 using xllm::AttentionMetadata;
 using xllm::executor::PyCausalLM;
 using xllm::executor::PyExecutor;
 using xllm::executor::PythonError;
 using xllm::executor::PythonRuntime;
-
-constexpr int64_t kPageSize = 4;
-constexpr int64_t kNumBlocks = 16;
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -48,8 +46,6 @@ void print_line(const std::map<std::string, std::string>& fields) {
   std::printf("%s}\n", line.c_str());
   std::fflush(stdout);
 }
-
-at::Tensor int32(const std::vector<int32_t>& values) { return at::tensor(values, at::kInt); }
 
 std::string address(const at::Tensor& tensor) { return std::to_string(reinterpret_cast<uintptr_t>(tensor.data_ptr())); }
 
@@ -131,16 +127,6 @@ void print_python_error(const std::function<void()>& call) {
   }
 }
 
-std::vector<std::vector<at::Tensor>> make_caches(const PyCausalLM& model) {
-  std::vector<std::vector<at::Tensor>> caches;
-  for (const auto& shape : model.cache_shapes()) {
-    const std::vector<int64_t> sizes = {kNumBlocks, kPageSize, shape.num_kv_heads, shape.head_dim};
-    const auto options = at::TensorOptions().dtype(model.dtype()).device(model.device());
-    caches.push_back({at::full(sizes, 0, options), at::full(sizes, 0, options)});
-  }
-  return caches;
-}
-
 void print_caches(const std::vector<std::vector<at::Tensor>>& caches) {
   std::string list;
   for (const auto& layer : caches) {
@@ -155,7 +141,7 @@ int drive(const std::string& model_path) {
               {"n_layers", std::to_string(model.args().n_layers())},
               {"vocab_size", std::to_string(model.args().vocab_size())}});
   PyExecutor executor(model, {{"attention_backend", std::string("recorder")}}, 4);
-  const auto caches = make_caches(model);
+  const auto caches = hosts::make_caches(model);
   print_caches(caches);
   executor.bind_kv_caches(caches);
   for (const Step& step : {prefill_step(), decode_step(), decode_step()}) {

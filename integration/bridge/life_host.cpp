@@ -2,128 +2,45 @@
 //
 //   life_host MODEL_DIR EXECUTABLE SCENARIO [ARGUMENT]
 //
-// The same code is an ordinary program (life_main.cpp) and a plugin that another program opens (life_loader.cpp).
+// The same code is an ordinary program (life_main.cpp) and a plugin that another program opens (life_loader.cpp). What
+// several threads do is in life_threads.cpp.
 #include <ATen/ATen.h>
 #include <pybind11/embed.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <atomic>
-#include <chrono>
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <map>
-#include <mutex>
+#include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "life_threads.h"
+#include "small_host.h"
 #include "xllm/executor/executor.h"
 #include "xllm/executor/python_runtime.h"
-#include "xllm/metadata/host_mirrors.h"
 
 namespace py = pybind11;
 
 namespace {
 
+using hosts::int32;
+using hosts::SmallHost;
 using xllm::AttentionMetadata;
 using xllm::executor::PyCausalLM;
 using xllm::executor::PyExecutor;
 using xllm::executor::PythonError;
 using xllm::executor::PythonRuntime;
-using Clock = std::chrono::steady_clock;
-
-constexpr int64_t kPageSize = 4;
-constexpr int64_t kNumBlocks = 16;
-
-at::Tensor int32(const std::vector<int32_t>& values) { return at::tensor(values, at::kInt); }
-
-std::vector<std::vector<at::Tensor>> make_caches(const PyCausalLM& model) {
-  std::vector<std::vector<at::Tensor>> caches;
-  for (const auto& shape : model.cache_shapes()) {
-    const std::vector<int64_t> sizes = {kNumBlocks, kPageSize, shape.num_kv_heads, shape.head_dim};
-    const auto options = at::TensorOptions().dtype(model.dtype()).device(model.device());
-    caches.push_back({at::full(sizes, 0, options), at::full(sizes, 0, options)});
-  }
-  return caches;
-}
-
-// A decode step of one sequence of `length` tokens in pages 1, 2, ...; the mirrors are completed as a framework does
-// that has only the KV lengths.
-AttentionMetadata decode_metadata(int32_t length) {
-  const auto num_pages = static_cast<int32_t>((length + kPageSize - 1) / kPageSize);
-  std::vector<int32_t> pages;
-  for (int32_t page = 1; page <= num_pages; ++page) {
-    pages.push_back(page);
-  }
-  AttentionMetadata metadata;
-  metadata.slot_mapping(int32({static_cast<int32_t>(num_pages * kPageSize + (length - 1) % kPageSize)}))
-      .paged_kv_indptr(int32({0, num_pages}))
-      .paged_kv_indices(int32(pages))
-      .paged_kv_last_page_len(int32({static_cast<int32_t>((length - 1) % kPageSize + 1)}))
-      .kv_cu_seq_lens(int32({0, length}))
-      .kv_seq_lens_host(int32({0, length}));
-  xllm::complete_host_mirrors(metadata, kPageSize);
-  return metadata;
-}
-
-class Host {
- public:
-  explicit Host(const std::string& model_path, const xllm::executor::Config& config = {})
-      : model_(PyCausalLM::load({.model_path = model_path, .dtype = "float32"})), executor_(model_, config, 4) {
-    executor_.bind_kv_caches(make_caches(model_));
-  }
-
-  at::Tensor step(int32_t length = 3, int32_t token = 8) {
-    const AttentionMetadata metadata = decode_metadata(length);
-    return executor_.execute(int32({token}), int32({length - 1}), metadata, int32({0}));
-  }
-
-  PyExecutor& executor() { return executor_; }
-
- private:
-  PyCausalLM model_;
-  PyExecutor executor_;
-};
 
 int64_t live_objects() {
   const py::gil_scoped_acquire gil;
   const py::module_ gc = py::module_::import("gc");
   gc.attr("collect")();
   return static_cast<int64_t>(py::len(gc.attr("get_objects")()));
-}
-
-int steps(Host& host, int count) {
-  for (int i = 0; i < count; ++i) {
-    (void)host.step(1 + i % 8);
-  }
-  return 0;
-}
-
-// One thread runs steps for ever; another leaves the process meanwhile.
-int exit_in_mid_step(Host& host, bool from_main) {
-  std::atomic<int> done{0};
-  const auto run_for_ever = [&] {
-    for (;;) {
-      try {
-        (void)host.step();
-      } catch (const std::exception& error) {
-        std::fprintf(stderr, "%s\n", error.what());
-        std::this_thread::sleep_for(std::chrono::hours(1));
-      }
-      ++done;
-    }
-  };
-  const auto leave = [&] {
-    while (done.load() < 20) {
-      std::this_thread::yield();
-    }
-    std::exit(0);
-  };
-  std::thread other(from_main ? std::function<void()>(run_for_ever) : std::function<void()>(leave));
-  from_main ? leave() : run_for_ever();
-  return 1;
 }
 
 int print_error(const std::function<void()>& call) {
@@ -136,92 +53,13 @@ int print_error(const std::function<void()>& call) {
   return 1;
 }
 
-// Steps on one thread while others take a lock of the host and work, the way a scheduler and a device queue do: the lock
-// is held around a step by one, and around nothing that calls Python by the others.
-int threads(Host& host, double seconds) {
-  std::atomic<bool> stop{false};
-  std::atomic<int64_t> num_steps{0};
-  std::atomic<int64_t> work{0};
-  std::mutex device_lock;
-  std::vector<std::thread> pool;
-  pool.emplace_back([&] {
-    while (!stop.load()) {
-      const std::lock_guard lock(device_lock);
-      (void)host.step(1 + static_cast<int32_t>(num_steps++ % 8));
-    }
-  });
-  pool.emplace_back([&] {
-    while (!stop.load()) {
-      (void)host.executor().stats_json();  // the GIL, without the lock
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  });
-  for (int i = 0; i < 2; ++i) {
-    pool.emplace_back([&] {
-      while (!stop.load()) {
-        const std::lock_guard lock(device_lock);  // the lock, without the GIL
-        ++work;
-      }
-    });
-  }
-  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-  stop.store(true);
-  for (std::thread& thread : pool) {
-    thread.join();
-  }
-  std::printf("{\"steps\": %lld, \"work\": %lld}\n", static_cast<long long>(num_steps), static_cast<long long>(work));
-  return num_steps > 0 && work > 0 ? 0 : 1;
-}
-
-// How much C++ work a thread gets done beside steps in Python, against the same beside a step that burns as much CPU
-// time without Python.
-int gil_loss(Host& host, double seconds) {
-  const auto count_beside = [&](const std::function<void()>& step) {
-    std::atomic<bool> stop{false};
-    int64_t count = 0;
-    std::thread stepper([&] {
-      while (!stop.load()) {
-        step();
-      }
-    });
-    const auto end = Clock::now() + std::chrono::duration<double>(seconds);
-    volatile double sink = 1.0;
-    while (Clock::now() < end) {
-      for (int i = 0; i < 1000; ++i) {
-        sink = sink * 1.0000001 + 1e-9;
-      }
-      ++count;
-    }
-    stop.store(true);
-    stepper.join();
-    return static_cast<double>(count);
-  };
-  const auto start = Clock::now();
-  steps(host, 200);
-  const auto one_step = (Clock::now() - start) / 200;
-  const auto burn = [&] {
-    const auto until = Clock::now() + one_step;
-    volatile double sink = 1.0;
-    while (Clock::now() < until) {
-      sink = sink * 1.0000001;
-    }
-  };
-  double best = 0;
-  for (int repeat = 0; repeat < 3; ++repeat) {
-    const double beside_python = count_beside([&] { (void)host.step(); });
-    best = std::max(best, beside_python / count_beside(burn));
-  }
-  std::printf("{\"ratio\": %.3f, \"step_us\": %.1f}\n", best,
-              std::chrono::duration<double, std::micro>(one_step).count());
-  return 0;
-}
-
-int flat(Host& host, int count) {
-  steps(host, count / 10);
+int flat(SmallHost& host, int count) {
+  host.steps(count / 10);
   const int64_t objects_before = live_objects();
   const double resident_before = host.executor().metrics().at("memory.resident_bytes");
-  steps(host, count - count / 10);
-  std::printf("{\"objects_before\": %lld, \"objects_after\": %lld, \"resident_before\": %.0f, \"resident_after\": %.0f}\n",
+  host.steps(count - count / 10);
+  std::printf("{\"objects_before\": %lld, \"objects_after\": %lld, "
+              "\"resident_before\": %.0f, \"resident_after\": %.0f}\n",
               static_cast<long long>(objects_before), static_cast<long long>(live_objects()), resident_before,
               host.executor().metrics().at("memory.resident_bytes"));
   return 0;
@@ -260,17 +98,17 @@ std::vector<HostWeights> read_weights(const std::string& model_path) {
 // The calling order of xLLM's bridge: model from args, weights from the host's state dicts, hidden states from execute,
 // logits by a second call. Prints the largest difference to the ordinary order.
 int compatible_order(const std::string& model_path) {
-  Host ordinary(model_path);
+  SmallHost ordinary(model_path);
   const xllm::ModelArgs args = PyCausalLM::load({.model_path = model_path, .dtype = "float32"}).args();
   xllm::ParallelArgs parallel;
   PyCausalLM model = PyCausalLM::create(args, parallel, "cpu");
   const std::vector<HostWeights> weights = read_weights(model_path);
   model.load_weights({&weights[0], &weights[1]});
   PyExecutor executor(model, {{"logits_in_graph", false}}, 4);
-  executor.bind_kv_caches(make_caches(model));
+  executor.bind_kv_caches(hosts::make_caches(model));
   double worst = 0;
   for (int32_t length = 1; length <= 6; ++length) {
-    const AttentionMetadata metadata = decode_metadata(length);
+    const AttentionMetadata metadata = hosts::decode_metadata(length);
     const at::Tensor hidden = executor.execute(int32({length}), int32({length - 1}), metadata, std::nullopt);
     const at::Tensor logits = model.logits(hidden, int32({0}));
     worst = std::max(worst, (logits - ordinary.step(length, length)).abs().max().item<double>());
@@ -279,8 +117,8 @@ int compatible_order(const std::string& model_path) {
   return print_error([&] { model.load_weights({&weights[0]}); });
 }
 
-int metrics(Host& host) {
-  steps(host, 7);
+int metrics(SmallHost& host) {
+  host.steps(7);
   std::string line;
   for (const auto& [name, value] : host.executor().metrics()) {
     line += (line.empty() ? "{\"" : ", \"") + name + "\": " + std::to_string(value);
@@ -313,13 +151,13 @@ std::vector<void (*)(int)> signal_handlers() {
 }
 
 int after_shutdown(const std::string& model_path) {
-  auto host = std::make_unique<Host>(model_path);
+  auto host = std::make_unique<SmallHost>(model_path);
   (void)host->step();
   PythonRuntime::shutdown();
   PythonRuntime::shutdown();
   for (const auto& call : std::vector<std::function<void()>>{[&] { (void)host->step(); },
                                                              [&] { (void)host->executor().stats_json(); },
-                                                             [&] { Host another(model_path); },
+                                                             [&] { SmallHost another(model_path); },
                                                              [&] { PythonRuntime::get(); },
                                                              [&] { PythonRuntime::start(); }}) {
     try {
@@ -337,7 +175,8 @@ int where() {
   const py::gil_scoped_acquire gil;
   py::exec(R"(
 import json, sys, torch, xllm_executor
-print(json.dumps({"prefix": sys.prefix, "torch": torch.__file__, "xllm_executor": xllm_executor.__file__}), file=sys.stderr)
+where = {"prefix": sys.prefix, "torch": torch.__file__, "xllm_executor": xllm_executor.__file__}
+print(json.dumps(where), file=sys.stderr)
 )");
   return 0;
 }
@@ -347,80 +186,95 @@ void print_record(int level, std::string_view logger, std::string_view message) 
               static_cast<int>(message.size()), message.data());
 }
 
+// As a host that runs Python itself. Its thread holds the GIL afterwards.
+void initialize_python(const std::string& executable) {
+  PyConfig config;
+  PyConfig_InitPythonConfig(&config);
+  config.install_signal_handlers = 0;
+  PyConfig_SetBytesString(&config, &config.executable, executable.c_str());
+  Py_InitializeFromConfig(&config);
+  PyConfig_Clear(&config);
+}
+
+int join(const std::string& model_path, const std::string& executable, const std::string& wanted) {
+  initialize_python(executable);
+  PythonRuntime::start({.executable = wanted});
+  SmallHost host(model_path);
+  host.steps(3);
+  py::exec("total = sum(range(10)); assert total == 45");
+  PyEval_SaveThread();
+  return std::thread([&] { host.steps(3); }).join(), 0;
+}
+
+int join_and_shut_down(const std::string& model_path, const std::string& executable) {
+  initialize_python(executable);
+  PythonRuntime::start({.executable = executable});
+  SmallHost host(model_path);
+  return hosts::shutdown_with_the_gil(host);
+}
+
+using Scenarios = std::map<std::string, std::function<int()>>;
+
+// What needs no model, or makes its own.
+Scenarios without_host(const std::string& model_path) {
+  return {
+      {"sink", say_things},
+      {"no_sink", say_things},
+      {"where", where},
+      {"compatible", [=] { return compatible_order(model_path); }},
+      {"shutdown_first", [=] { return after_shutdown(model_path); }},
+      {"shutdown_beside_steps", [=] { return hosts::shutdown_beside_steps(model_path); }},
+      {"exit_in_mid_destruction", [=] { return hosts::exit_in_mid_destruction(model_path); }},
+      {"constructor_error",
+       [=] {
+         return print_error([&] { SmallHost host(model_path + "/nowhere"); }) +
+                print_error([&] { SmallHost host(model_path, {{"no", 1L}}); });
+       }},
+  };
+}
+
+Scenarios with_host(SmallHost& host, const std::string& argument) {
+  const auto steps = [&](int count) { return host.steps(count), 0; };
+  return {
+      {"steps", [=] { return steps(std::stoi(argument)); }},
+      {"steps_and_shutdown", [=] { return steps(std::stoi(argument)), PythonRuntime::shutdown(), 0; }},
+      {"steps_on_another_thread", [=] { return std::thread(steps, std::stoi(argument)).join(), 0; }},
+      {"exit_from_main", [&] { return hosts::exit_in_mid_step(host, true); }},
+      {"exit_from_thread", [&] { return hosts::exit_in_mid_step(host, false); }},
+      {"execute_error", [&, steps] { return print_error([&] { (void)host.step(1 << 20); }) + steps(10); }},
+      {"threads", [&] { return hosts::threads(host, std::stod(argument)); }},
+      {"gil_loss", [&] { return hosts::gil_loss(host, std::stod(argument)); }},
+      {"flat", [&] { return flat(host, std::stoi(argument)); }},
+      {"metrics", [&] { return metrics(host); }},
+  };
+}
+
 int run(const std::string& model_path, const std::string& executable, const std::string& scenario,
         const std::string& argument) {
+  if (scenario == "race") {
+    return hosts::race();
+  }
   if (scenario == "join" || scenario == "join_other") {
-    // The host runs Python itself, and holds the GIL.
-    PyConfig config;
-    PyConfig_InitPythonConfig(&config);
-    config.install_signal_handlers = 0;
-    PyConfig_SetBytesString(&config, &config.executable, executable.c_str());
-    Py_InitializeFromConfig(&config);
-    PyConfig_Clear(&config);
-    PythonRuntime::start({.executable = scenario == "join" ? executable : "/usr/bin/env"});
-    Host host(model_path);
-    steps(host, 3);
-    py::exec("total = sum(range(10)); assert total == 45");
-    PyEval_SaveThread();
-    return std::thread([&] { steps(host, 3); }).join(), 0;
+    return join(model_path, executable, scenario == "join" ? executable : "/usr/bin/env");
+  }
+  if (scenario == "join_and_shut_down") {
+    return join_and_shut_down(model_path, executable);
   }
   const auto handlers = signal_handlers();
-  xllm::executor::PythonOptions options{.executable = executable};
-  if (scenario == "sink") {
-    options.log_sink = print_record;
+  PythonRuntime::start(
+      {.executable = executable, .log_sink = scenario == "sink" ? xllm::executor::LogSink(print_record) : nullptr});
+  const Scenarios first = without_host(model_path);
+  if (const auto found = first.find(scenario); found != first.end()) {
+    return found->second();
   }
-  PythonRuntime::start(options);
-  if (scenario == "sink" || scenario == "no_sink") {
-    return say_things();
-  }
-  if (scenario == "where") {
-    return where();
-  }
+  SmallHost host(model_path);
   if (scenario == "signals") {
-    Host host(model_path);
-    steps(host, 3);
+    host.steps(3);
     return signal_handlers() == handlers ? 0 : 1;
   }
-  if (scenario == "compatible") {
-    return compatible_order(model_path);
-  }
-  if (scenario == "shutdown_first") {
-    return after_shutdown(model_path);
-  }
-  if (scenario == "constructor_error") {
-    return print_error([&] { Host host(model_path + "/nowhere"); }) + print_error([&] { Host host(model_path, {{"no", 1L}}); });
-  }
-  Host host(model_path);
-  if (scenario == "steps") {
-    return steps(host, std::stoi(argument));
-  }
-  if (scenario == "steps_and_shutdown") {
-    steps(host, std::stoi(argument));
-    PythonRuntime::shutdown();
-    return 0;
-  }
-  if (scenario == "steps_on_another_thread") {
-    std::thread([&] { steps(host, std::stoi(argument)); }).join();
-    return 0;
-  }
-  if (scenario == "exit_from_main" || scenario == "exit_from_thread") {
-    return exit_in_mid_step(host, scenario == "exit_from_main");
-  }
-  if (scenario == "execute_error") {
-    const int failed = print_error([&] { (void)host.step(1 << 20); });
-    return failed + steps(host, 10);
-  }
-  if (scenario == "threads") {
-    return threads(host, std::stod(argument));
-  }
-  if (scenario == "gil_loss") {
-    return gil_loss(host, std::stod(argument));
-  }
-  if (scenario == "flat") {
-    return flat(host, std::stoi(argument));
-  }
-  if (scenario == "metrics") {
-    return metrics(host);
+  const Scenarios second = with_host(host, argument);
+  if (const auto found = second.find(scenario); found != second.end()) {
+    return found->second();
   }
   std::fprintf(stderr, "no scenario %s\n", scenario.c_str());
   return 2;

@@ -49,10 +49,11 @@ def tool(name: str) -> str:
 def build_host(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """`build_host(*targets, flags="", build_type="Release")`: a folder with the built programs.
 
-    The project is copied out of the repository and knows the installed packages by find_package alone.
+    The project is copied out of the repository and knows the installed packages by find_package alone. Several
+    sources are compiled in one go, in half of the time; one by one they are in the worker's build.
     """
     project = tmp_path_factory.mktemp("host")
-    for source in (SOURCE / "CMakeLists.txt", *SOURCE.glob("*.cpp")):
+    for source in (SOURCE / "CMakeLists.txt", *SOURCE.glob("*.cpp"), *SOURCE.glob("*.h")):
         shutil.copy(source, project)
 
     def build(*targets: str, flags: str = "", build_type: str = "Release") -> Path:
@@ -63,7 +64,7 @@ def build_host(tmp_path_factory: pytest.TempPathFactory) -> Build:
         configure = [
             *(tool("cmake"), "-G", "Ninja", "-S", project, "-B", folder, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
             *(f"-DCMAKE_BUILD_TYPE={build_type}", f"-DCMAKE_CXX_FLAGS={flags}"),
-            *(f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_PREFIX_PATH={cmakedir}"),
+            *(f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_PREFIX_PATH={cmakedir}", "-DCMAKE_UNITY_BUILD=ON"),
         ]
         for command in (configure, [tool("cmake"), "--build", folder, "--target", *targets]):
             result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,0 +1,223 @@
+#include "life_threads.h"
+
+#include <pybind11/embed.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "xllm/executor/python_runtime.h"
+
+namespace hosts {
+
+using xllm::executor::PythonRuntime;
+using Clock = std::chrono::steady_clock;
+
+int exit_in_mid_step(SmallHost& host, bool from_main) {
+  std::atomic<int> done{0};
+  const auto run_for_ever = [&] {
+    for (;;) {
+      try {
+        (void)host.step();
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "%s\n", error.what());
+        std::this_thread::sleep_for(std::chrono::hours(1));
+      }
+      ++done;
+    }
+  };
+  const auto leave = [&] {
+    while (done.load() < 20) {
+      std::this_thread::yield();
+    }
+    std::exit(0);
+  };
+  std::thread other(from_main ? std::function<void()>(run_for_ever) : std::function<void()>(leave));
+  from_main ? leave() : run_for_ever();
+  return 1;
+}
+
+int threads(SmallHost& host, double seconds) {
+  std::atomic<bool> stop{false};
+  std::atomic<int64_t> num_steps{0};
+  std::atomic<int64_t> work{0};
+  std::mutex device_lock;
+  std::vector<std::thread> pool;
+  pool.emplace_back([&] {
+    while (!stop.load()) {
+      const std::lock_guard lock(device_lock);
+      (void)host.step(1 + static_cast<int32_t>(num_steps++ % 8));
+    }
+  });
+  pool.emplace_back([&] {
+    while (!stop.load()) {
+      (void)host.executor().stats_json();  // the GIL, without the lock
+      (void)host.executor().metrics();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  for (int i = 0; i < 2; ++i) {
+    pool.emplace_back([&] {
+      while (!stop.load()) {
+        const std::lock_guard lock(device_lock);  // the lock, without the GIL
+        ++work;
+      }
+    });
+  }
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  stop.store(true);
+  for (std::thread& thread : pool) {
+    thread.join();
+  }
+  std::printf("{\"steps\": %lld, \"work\": %lld}\n", static_cast<long long>(num_steps), static_cast<long long>(work));
+  return num_steps > 0 && work > 0 ? 0 : 1;
+}
+
+int gil_loss(SmallHost& host, double seconds) {
+  const auto count_beside = [&](const std::function<void()>& step) {
+    std::atomic<bool> stop{false};
+    int64_t count = 0;
+    std::thread stepper([&] {
+      while (!stop.load()) {
+        step();
+      }
+    });
+    const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+    volatile double sink = 1.0;
+    while (Clock::now() < end) {
+      for (int i = 0; i < 1000; ++i) {
+        sink = sink * 1.0000001 + 1e-9;
+      }
+      ++count;
+    }
+    stop.store(true);
+    stepper.join();
+    return static_cast<double>(count);
+  };
+  const auto start = Clock::now();
+  host.steps(200);
+  const auto one_step = (Clock::now() - start) / 200;
+  const auto burn = [&] {
+    const auto until = Clock::now() + one_step;
+    volatile double sink = 1.0;
+    while (Clock::now() < until) {
+      sink = sink * 1.0000001;
+    }
+  };
+  double best = 0;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    const double beside_python = count_beside([&] { (void)host.step(); });
+    best = std::max(best, beside_python / count_beside(burn));
+  }
+  std::printf("{\"ratio\": %.3f, \"step_us\": %.1f}\n", best,
+              std::chrono::duration<double, std::micro>(one_step).count());
+  return 0;
+}
+
+int shutdown_beside_steps(const std::string& model_path) {
+  constexpr int kNumThreads = 3;
+  std::mutex lock;
+  std::unique_ptr<SmallHost> left;  // by the thread that made it, to the next one, which destroys it
+  std::vector<std::string> refusals;
+  std::atomic<int> rounds{0};
+  std::vector<std::thread> pool;
+  for (int i = 0; i < kNumThreads; ++i) {
+    pool.emplace_back([&] {
+      try {
+        for (;;) {
+          auto host = std::make_unique<SmallHost>(model_path);
+          host->steps(5);
+          (void)host->executor().metrics();
+          {
+            const std::lock_guard guard(lock);
+            host.swap(left);
+          }
+          ++rounds;
+        }
+      } catch (const std::runtime_error& error) {
+        const std::lock_guard guard(lock);
+        refusals.emplace_back(error.what());
+      }
+    });
+  }
+  while (rounds.load() < 3 * kNumThreads) {
+    std::this_thread::yield();
+  }
+  PythonRuntime::shutdown();
+  for (std::thread& thread : pool) {
+    thread.join();
+  }
+  left.reset();
+  for (const std::string& refusal : refusals) {
+    std::printf("%s\n", refusal.c_str());
+  }
+  return 0;
+}
+
+int shutdown_with_the_gil(SmallHost& host) {
+  std::atomic<int> done{0};
+  std::thread other([&] {
+    try {
+      for (;; ++done) {
+        (void)host.step();
+      }
+    } catch (const std::runtime_error& error) {
+      std::printf("%s\n", error.what());
+    }
+  });
+  {
+    const pybind11::gil_scoped_release released;
+    while (done.load() < 20) {
+      std::this_thread::yield();
+    }
+  }
+  PythonRuntime::shutdown();
+  const pybind11::gil_scoped_release released;
+  other.join();
+  return 0;
+}
+
+int exit_in_mid_destruction(const std::string& model_path) {
+  auto host = std::make_unique<SmallHost>(model_path);
+  {
+    const pybind11::gil_scoped_acquire gil;
+    pybind11::exec(R"(
+import sys, time, xllm_executor
+
+def say_so(self):
+    time.sleep(1)
+    print("destroyed", file=sys.stderr)
+
+xllm_executor.ModelExecutor.__del__ = say_so
+)");
+  }
+  std::atomic<bool> begun{false};
+  std::thread([&] {
+    begun.store(true);
+    host.reset();
+    std::this_thread::sleep_for(std::chrono::hours(1));
+  }).detach();
+  while (!begun.load()) {
+    std::this_thread::yield();
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  std::exit(0);
+}
+
+int race() {
+  int unguarded = 0;
+  std::thread other([&] { ++unguarded; });
+  ++unguarded;
+  other.join();
+  return unguarded == 2 ? 0 : 1;
+}
+
+}  // namespace hosts
