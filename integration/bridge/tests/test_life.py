@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ def check(result: Completed) -> Completed:
 
 @pytest.mark.parametrize("plugin", [False, True], ids=["program", "plugin"])
 def test_start_a_hundred_steps_exit_twenty_times(live: Live, plugin: bool) -> None:
-    for _ in range(20):
-        result = check(live("steps", 100, plugin=plugin))
-        assert result.stdout + result.stderr == ""
+    with ThreadPoolExecutor(2) as pool:  # a start keeps one core busy
+        for result in pool.map(lambda _: check(live("steps", 100, plugin=plugin)), range(20)):
+            assert result.stdout + result.stderr == ""
 
 
 @pytest.mark.parametrize("plugin", [False, True], ids=["program", "plugin"])
@@ -73,6 +74,11 @@ def test_exit_after_a_python_exception_three_times(live: Live, scenario: str, me
         assert all(line.startswith(message) for line, message in zip(lines, messages, strict=True))
 
 
+def test_exit_waits_for_a_destructor_on_another_thread_three_times(live: Live) -> None:
+    for _ in range(3):
+        assert check(live("exit_in_mid_destruction")).stderr == "destroyed\n"
+
+
 @pytest.mark.parametrize("plugin", [False, True], ids=["program", "plugin"])
 def test_shutdown_then_exit(live: Live, plugin: bool) -> None:
     assert check(live("steps_and_shutdown", 20, plugin=plugin)).stderr == ""
@@ -82,6 +88,18 @@ def test_after_shutdown_every_call_is_refused(live: Live) -> None:
     lines = check(live("shutdown_first")).stdout.splitlines()
     assert lines[:4] == ["Python was shut down by PythonRuntime::shutdown"] * 4
     assert lines[4].startswith("Python was started before: one interpreter per process")
+
+
+def test_shutdown_beside_threads_that_make_use_and_destroy_hosts(live: Live) -> None:
+    """Hosts go from thread to thread; every thread is refused its next call, and nothing hangs."""
+    for _ in range(3):
+        lines = check(live("shutdown_beside_steps", timeout=60)).stdout.splitlines()
+        assert lines == ["Python was shut down by PythonRuntime::shutdown"] * 3
+
+
+def test_shutdown_by_a_host_that_holds_the_gil(live: Live) -> None:
+    result = check(live("join_and_shut_down", timeout=60))
+    assert result.stdout.splitlines() == ["Python was shut down by PythonRuntime::shutdown"]
 
 
 def test_steps_on_a_thread_that_python_has_never_seen(live: Live) -> None:

@@ -24,8 +24,8 @@ class ActiveCall {
   ActiveCall& operator=(const ActiveCall&) = delete;
 };
 
-// As ActiveCall, for destructors: false where Python may not be called. Shutdown and exit wait for it just so, since what
-// a destructor frees runs code of libraries.
+// As ActiveCall, for destructors: false where Python may not be called. Shutdown and exit wait for these too, since
+// freeing what Python holds runs code of libraries.
 class ActiveCleanup {
  public:
   ActiveCleanup() noexcept;
