@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -204,46 +203,3 @@ def test_a_step_allocates_no_tensor(hosts: Path, run_program: Callable[..., Any]
     result = json.loads(run_program(hosts / "step_benchmark", sys.executable, 64, 1).stdout)
     assert result["allocations_per_step"] == 0
     assert result["allocations_of_one_tensor"] == 1
-
-
-def made_by_us(trace: str) -> bool:
-    """Whether our code comes before Python's in a leak's trace: Python, never finalised, leaves blocks of its own."""
-    for frame in trace.splitlines():
-        if re.search(r" (Include|Modules|Objects|Parser|Python)/|libpython|libtorch_python", frame):
-            return False
-        if "xllm::" in frame:
-            return True
-    return False
-
-
-def test_the_hosts_are_clean_under_sanitizers(
-    build_host: Callable[..., Path],
-    run_program: Callable[..., Any],
-    checkpoint: Path,
-    small_checkpoint: Path,
-    recorder: Path,
-    tmp_path: Path,
-) -> None:
-    """Address and undefined-behaviour sanitizers; a leak counts when our code made the block."""
-    flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O0"
-    programs = build_host("bridge_host", "contract_host", "life_host", flags=flags, build_type="None")
-    environment = {"PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=1"}
-    environment["LSAN_OPTIONS"] = "exitcode=0"
-    runs = [
-        run_program(
-            *(programs / "bridge_host", checkpoint, sys.executable, recorder, "drive"),
-            timeout=600, XLLM_RECORD=str(tmp_path / "record.jsonl"), **environment,
-        ),
-        run_program(programs / "contract_host", sys.executable, timeout=600,
-                    stdin=json.dumps({"call": "sample", "value": SAMPLE}) + "\n", **environment),
-        *(run_program(programs / "life_host", small_checkpoint, sys.executable, *scenario, timeout=600, **environment)
-          for scenario in (("compatible", ""), ("shutdown_first", ""), ("threads", 1), ("sink", ""))),
-    ]  # fmt: skip
-    for run in runs:
-        assert run.returncode == 0, run.stderr
-        assert "runtime error" not in run.stderr, run.stderr
-        assert "AddressSanitizer: heap" not in run.stderr, run.stderr
-        ours = [trace for trace in run.stderr.split("\n\n") if "leak of" in trace and made_by_us(trace)]
-        assert not ours, ours[0]
-    assert json.loads(runs[1].stdout)["value"] == SAMPLE
-    assert runs[0].stdout.count("\n") > 10

@@ -1,0 +1,121 @@
+"""The hosts under sanitizers: clean for our code. Torch and Python themselves are as they were built."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+Completed = subprocess.CompletedProcess[str]
+Run = Callable[..., Completed]
+TSAN_OPTIONS = {
+    # Calls that libraries make of libc on memory that they guard in ways that cannot be seen; what they lock counts.
+    "ignore_noninstrumented_modules": 1,
+    "atexit_sleep_ms": 0,
+    "exitcode": 66,
+}
+SAMPLE = {"flag": True, "text": "é\n", "inner": {"count": 2, "names": ["a"]}, "inners": [{"count": 5, "names": ["c"]}]}
+
+
+@pytest.fixture(scope="session")
+def run_two_at_a_time(run_program: Run) -> Callable[..., list[Completed]]:
+    """`run_two_at_a_time(commands, **environment)`: as many runs, each to its end."""
+
+    def run(commands: Sequence[Sequence[object]], **environment: str) -> list[Completed]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda command: run_program(*command, timeout=300, **environment), commands))
+
+    return run
+
+
+def made_by_us(trace: str) -> bool:
+    """Whether our code comes before Python's in a leak's trace: Python, never finalised, leaves blocks of its own."""
+    for frame in trace.splitlines():
+        if re.search(r" (Include|Modules|Objects|Parser|Python)/|libpython|libtorch_python", frame):
+            return False
+        if "xllm::" in frame:
+            return True
+    return False
+
+
+def test_no_misuse_of_memory_and_no_undefined_behaviour(
+    build_host: Callable[..., Path],
+    run_program: Run,
+    run_two_at_a_time: Callable[..., list[Completed]],
+    checkpoint: Path,
+    small_checkpoint: Path,
+    recorder: Path,
+    tmp_path: Path,
+) -> None:
+    """A leak counts when our code made the block."""
+    flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O0"
+    programs = build_host("bridge_host", "contract_host", "life_host", flags=flags, build_type="None")
+    environment = {
+        "PYTHONMALLOC": "malloc",
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "LSAN_OPTIONS": "exitcode=0",
+        "OMP_NUM_THREADS": "1",
+    }
+    life = (programs / "life_host", small_checkpoint, sys.executable)
+    scenarios = ("compatible", "shutdown_first", "shutdown_beside_steps", "sink")
+    drive = (programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
+    runs = run_two_at_a_time(
+        [drive, *((*life, scenario) for scenario in scenarios), (*life, "threads", 1)],
+        XLLM_RECORD=str(tmp_path / "record.jsonl"), **environment,
+    )  # fmt: skip
+    request = json.dumps({"call": "sample", "value": SAMPLE}) + "\n"
+    contract = run_program(programs / "contract_host", sys.executable, stdin=request, timeout=300, **environment)
+    for run in (*runs, contract):
+        assert run.returncode == 0, run.stderr
+        assert "runtime error" not in run.stderr, run.stderr
+        assert "AddressSanitizer: heap" not in run.stderr, run.stderr
+        ours = [trace for trace in run.stderr.split("\n\n") if "leak of" in trace and made_by_us(trace)]
+        assert not ours, ours[0]
+    assert SAMPLE.items() <= json.loads(contract.stdout)["value"].items()
+    assert runs[0].stdout.count("\n") > 10
+
+
+def without_randomized_addresses() -> list[str]:
+    """A prefix of commands, where the system lets it: older thread sanitizers stop at some kernels' address layouts."""
+    setarch = shutil.which("setarch")
+    if setarch is None or subprocess.run([setarch, "-R", "true"], capture_output=True, check=False).returncode != 0:
+        return []
+    return [setarch, "-R"]
+
+
+def test_no_data_races(
+    build_host: Callable[..., Path],
+    run_two_at_a_time: Callable[..., list[Completed]],
+    checkpoint: Path,
+    small_checkpoint: Path,
+    recorder: Path,
+    tmp_path: Path,
+) -> None:
+    """What threads do together. The GIL's own lock is seen: what it guards is clean because of it."""
+    programs = build_host("bridge_host", "life_host", flags="-fsanitize=thread -g1 -O0", build_type="None")
+    prefix = without_randomized_addresses()
+    life = (*prefix, programs / "life_host", small_checkpoint, sys.executable)
+    scenarios: list[tuple[object, ...]] = [
+        *(("threads", 1), ("shutdown_beside_steps",), ("join_and_shut_down",), ("gil_loss", 0.2)),
+        *(("exit_from_main",), ("exit_from_thread",), ("exit_in_mid_destruction",)),
+    ]
+    drive = (*prefix, programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
+    planted, *runs = run_two_at_a_time(
+        [(*life, "race"), drive, *((*life, *scenario) for scenario in scenarios)],
+        TSAN_OPTIONS=":".join(f"{name}={value}" for name, value in TSAN_OPTIONS.items()),
+        XLLM_RECORD=str(tmp_path / "record.jsonl"),
+        OMP_NUM_THREADS="1",
+    )
+    assert planted.returncode == TSAN_OPTIONS["exitcode"], planted.stderr
+    assert "data race" in planted.stderr
+    assert "hosts::race()" in planted.stderr
+    for run in runs:
+        assert "ThreadSanitizer" not in run.stderr, run.stderr
+        assert run.returncode == 0, run.stderr
