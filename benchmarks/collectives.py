@@ -4,7 +4,7 @@
 
 A time is that of one call among many in one captured graph, which is how a decode step makes them; copies into and out
 of shared memory are part of it. Rank 0 measures. On a CPU, which captures nothing, the calls follow each other; that
-shows only that the benchmark works. The limits of `AllReduceRule.measured` are read off the table that this prints.
+shows only that the benchmark works. The limits of `TransportRule.measured` are read off the table that this prints.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import results as result_files
 import torch
 from torch import distributed
 
-from xllm_models.ops import AllReduceRule, GroupTransport, SymmetricTransport, Transport, all_gather, group_stats
+from xllm_models.ops import GroupTransport, SymmetricTransport, Transport, TransportRule, group_stats
 
 PAYLOADS = (*(1 << exponent for exponent in range(11, 27)), 112 * 2048)  # bytes; the last is 112 rows of 1024
 VOCABULARY = 151936
 CALLS = 56  # in one graph, as two a layer in 28 layers
 BUFFER_BYTES = max(PAYLOADS)
-ONE_SHOT_BYTES = 1 << 20  # what our kernel takes
+ONE_SHOT_BYTES, GATHER_BYTES = 4 << 20, 18 << 20  # what our kernels take
 
 
 class TorchOneShot:
-    """torch's one-shot, which meets twice a call where ours meets once: for comparison."""
+    """torch's one-shot, whose ranks meet twice a call where ours meet once: for comparison."""
 
     def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory
@@ -47,6 +47,10 @@ class TorchOneShot:
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._name, x)
         return "torch_one_shot"
 
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
+        """There is none."""
+        raise NotImplementedError
+
 
 def transports(device: torch.device) -> dict[str, Transport]:
     """Every way as a transport that knows no other, the group's own first."""
@@ -56,7 +60,9 @@ def transports(device: torch.device) -> dict[str, Transport]:
     ways: dict[str, Transport] = {own.name: own}
     if "symmetric memory" in str(group_stats()["tp"]["transport"]).split(",")[0]:
         for name, one_shot in (("one_shot", ONE_SHOT_BYTES), ("two_shot", 0)):
-            rule = AllReduceRule(one_shot_max_bytes=one_shot, two_shot_max_bytes=BUFFER_BYTES)
+            rule = TransportRule(
+                one_shot_max_bytes=one_shot, two_shot_max_bytes=BUFFER_BYTES, gather_max_bytes=GATHER_BYTES
+            )
             ways[name] = SymmetricTransport(group, device, rule)
         ways["torch_one_shot"] = TorchOneShot(group, device)
     return ways
@@ -66,7 +72,8 @@ def measure(place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str,
     """One row for every way and payload, on one rank."""
     device = torch.device(place.device)
     rows = []
-    for name, transport in transports(device).items():
+    ways = transports(device)
+    for name, transport in ways.items():
         for num_bytes in sorted(map(int, arguments.payloads.split(","))):
             if name == "one_shot" and num_bytes > ONE_SHOT_BYTES:
                 continue
@@ -74,19 +81,30 @@ def measure(place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str,
             _check(transport, x.clone(), place.tp.size)
             samples = _times(lambda x=x, transport=transport: transport.all_reduce_(x), arguments, device)
             rows.append({"kind": "all_reduce", "name": name, "bytes": num_bytes, "us": _summary(samples)})
+    return rows + _logits(ways, place, arguments)
+
+
+def _logits(ways: dict[str, Transport], place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The gathering of logits by the group and, where there is one, by the one-shot kernel; with their rows joined."""
+    device, size = torch.device(place.device), place.tp.size
+    rows = []
     for num_rows in (1, 8, 16, 112):
-        shard = torch.zeros((num_rows, VOCABULARY // place.tp.size), dtype=torch.bfloat16, device=device)
+        shape = (num_rows, VOCABULARY // size)
+        shard = torch.full(shape, place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
+        for name, transport in ways.items():
+            if name in ("two_shot", "torch_one_shot"):
+                continue
+            out = shard.new_empty((size * num_rows, shape[1]))
 
-        def gather(shard: torch.Tensor = shard) -> torch.Tensor:
-            return all_gather(shard, place.tp.size, "tp")
+            def joined(transport: Transport = transport, out: torch.Tensor = out, x: torch.Tensor = shard) -> object:
+                transport.all_gather_into(out, x)
+                return torch.cat(out.view(size, *x.shape).unbind(), dim=1)
 
-        def joined(shard: torch.Tensor = shard) -> torch.Tensor:
-            return torch.cat(gather(shard).view(place.tp.size, *shard.shape).unbind(), dim=1)
-
-        for name, call in (("all_gather", gather), ("all_gather and rows joined", joined)):
-            samples = _times(call, arguments, device)
-            num_bytes = shard.numel() * shard.element_size()
-            rows.append({"kind": "logits", "name": name, "rows": num_rows, "bytes": num_bytes, "us": _summary(samples)})
+            joined()
+            if out.float().mean(dim=1).view(size, num_rows)[:, 0].tolist() != [rank + 1.0 for rank in range(size)]:
+                raise RuntimeError(f"{name} gathers {num_rows} rows wrongly")
+            row = {"kind": "logits", "name": name, "rows": num_rows, "bytes": shard.numel() * shard.element_size()}
+            rows.append(row | {"us": _summary(_times(joined, arguments, device))})
     return rows
 
 
@@ -142,12 +160,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     for num_bytes in sorted({row["bytes"] for row in reduces}):
         cells = [f"{times[name, num_bytes]:.1f}" if (name, num_bytes) in times else "-" for name in names]
         lines.append(f"| {num_bytes} | " + " | ".join(cells) + " |")
-    lines += ["", "| rows of logits | bytes of a rank | all-gather, us | with rows joined, us |", "| --- " * 4 + "|"]
     gathers = [row for row in rows if row["kind"] == "logits"]
-    for alone, joined in zip(gathers[::2], gathers[1::2], strict=True):
-        lines.append(
-            f"| {alone['rows']} | {alone['bytes']} | {alone['us']['median']:.1f} | {joined['us']['median']:.1f} |"
-        )
+    times = {(row["name"], row["rows"]): row["us"]["median"] for row in gathers}
+    names = list(dict.fromkeys(row["name"] for row in gathers))
+    lines += ["", "| rows of logits | bytes of a rank | " + " | ".join(f"{name}, us" for name in names) + " |"]
+    lines.append("| --- | --- |" + " --- |" * len(names))
+    for num_rows, num_bytes in dict.fromkeys((row["rows"], row["bytes"]) for row in gathers):
+        cells = " | ".join(f"{times[name, num_rows]:.1f}" for name in names)
+        lines.append(f"| {num_rows} | {num_bytes} | {cells} |")
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,7 @@ from xllm_executor import ModelExecutor
 from xllm_graph.conformance import SCENARIOS, Limits, World
 from xllm_metadata import LayerCache
 from xllm_models import get_model_class
-from xllm_models.ops import AllReduceRule, SymmetricTransport, group_stats, register_group, unregister_group
+from xllm_models.ops import SymmetricTransport, TransportRule, group_stats, register_group, unregister_group
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -76,7 +76,7 @@ def make_executor(place: ranks.Place, **options: object) -> tuple[ModelExecutor,
 def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
     """Runs the conformance suite; returns this rank's statistics.
 
-    Options: `cut_ops`; `rule`, the limits of an `AllReduceRule` to put in the place of the measured one.
+    Options: `cut_ops`; `rule`, the limits of an `TransportRule` to put in the place of the measured one.
     """
     if options.get("rule"):
         _sum_by(options["rule"], place)
@@ -92,6 +92,7 @@ def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
         "steps": stats["steps"],
         "graphs": graphs,
         "ways": sorted(group["all_reduce_ways"]),
+        "gather_ways": sorted(group["all_gather_ways"]),
         "transport": group["transport"],
     }
 
@@ -115,5 +116,5 @@ def _sum_by(limits: dict[str, int], place: ranks.Place) -> None:
     world = distributed.group.WORLD
     assert world is not None
     unregister_group("tp")
-    transport = SymmetricTransport(world, torch.device(place.device), AllReduceRule(**limits))
+    transport = SymmetricTransport(world, torch.device(place.device), TransportRule(**limits))
     register_group("tp", world, transport, remark=f"symmetric memory, {limits}")

@@ -121,7 +121,7 @@ def test_collectives_are_measured_and_tabled(load: Any, capsys: pytest.CaptureFi
     assert lines[0] == "| bytes | gloo, us |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| 2048", "| 4096"]
     rows = json.loads(result.read_text())["results"]["rows"]
-    assert [row["rows"] for row in rows if row["name"] == "all_gather"] == [1, 8, 16, 112]
+    assert [row["rows"] for row in rows if row["kind"] == "logits"] == [1, 8, 16, 112]
 
 
 def test_the_tables_of_the_page_are_those_of_the_results(load: Any) -> None:

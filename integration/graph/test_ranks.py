@@ -13,9 +13,8 @@ import pytest
 
 CAPTURED = {"piecewise": 3, "decode_graph": 1}
 CUT = {"piecewise": 8}
-ALL_ONE_SHOT = {"one_shot_max_bytes": 1 << 20, "two_shot_max_bytes": 1 << 20}
-ALL_TWO_SHOT = {"one_shot_max_bytes": 0, "two_shot_max_bytes": 1 << 20}
-ALL_BY_GROUP = {"one_shot_max_bytes": 0, "two_shot_max_bytes": 16}
+ALL_TWO_SHOT = {"one_shot_max_bytes": 0, "two_shot_max_bytes": 1 << 20, "gather_max_bytes": 1 << 20}
+ALL_BY_GROUP = {"one_shot_max_bytes": 0, "two_shot_max_bytes": 16, "gather_max_bytes": 0}
 CUDA = pytest.mark.multi_gpu
 
 
@@ -37,7 +36,6 @@ def run(load: Callable[[str], ModuleType]) -> Callable[..., Any]:
         pytest.param("cpu", "", None, CAPTURED, ["gloo"], id="cpu-captured"),
         pytest.param("cpu", "xllm::all_reduce_", None, CUT, ["gloo"], id="cpu-cut"),
         pytest.param("cuda", "", None, CAPTURED, ["nccl", "one_shot"], id="cuda-by-rule", marks=CUDA),
-        pytest.param("cuda", "", ALL_ONE_SHOT, CAPTURED, ["nccl", "one_shot"], id="cuda-one-shot", marks=CUDA),
         pytest.param("cuda", "", ALL_TWO_SHOT, CAPTURED, ["nccl", "two_shot"], id="cuda-two-shot", marks=CUDA),
         pytest.param("cuda", "", ALL_BY_GROUP, CAPTURED, ["nccl"], id="cuda-nccl", marks=CUDA),
         pytest.param("cuda", "xllm::all_reduce_", None, CUT, ["nccl", "one_shot"], id="cuda-cut", marks=CUDA),
@@ -95,7 +93,7 @@ def test_tokens_of_two_ranks_are_those_of_one(
     sweep = load("sweep")
     measured = sweep.run(sweep.parse(command.split()))
     two = measured["groups"][1]["stats"]
-    expected = "gloo, for ranks 0 and 1 share one device" if device == "cuda:0" else "symmetric memory, one-shot"
+    expected = "gloo, for ranks 0 and 1 share one device" if device == "cuda:0" else "symmetric memory, sums one-shot"
     assert two["eager"]["groups"]["tp"]["transport"].startswith(expected)
     assert set(two["piecewise"]["steps"]) == {"piecewise"}
     for row in measured["rows"]:

@@ -29,6 +29,7 @@ assert ops.group_stats() == {
         "num_ranks": 2,
         "backend": "gloo",
         "all_reduce_ways": {"gloo": 1},
+        "all_gather_ways": {},
         "transport": "gloo, for rank 0: device cpu has no symmetric memory",
     }
 }

@@ -13,7 +13,7 @@ from torch import distributed
 
 from xllm_executor import transports
 from xllm_executor.transports import RankFacts, choose_transport, local_facts, why_not_symmetric
-from xllm_models.ops import AllReduceRule
+from xllm_models.ops import TransportRule
 
 FIRST = RankFacts(host="a", device="gpu 0", refusal="")
 SECOND = replace(FIRST, device="gpu 1")
@@ -90,12 +90,12 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
 
 
 def test_ranks_that_can_share_memory_do(choose: Choose) -> None:
-    rule = AllReduceRule.measured(2)
+    rule = TransportRule.measured(2)
     for rank, (transport, remark) in enumerate(choose([FIRST, SECOND], lambda group: f"symmetric {group.number}")):
         assert transport == f"symmetric {rank}"
         assert remark == (
-            f"symmetric memory, one-shot up to {rule.one_shot_max_bytes} bytes, two-shot up to "
-            f"{rule.two_shot_max_bytes}, then nccl"
+            f"symmetric memory, sums one-shot up to {rule.one_shot_max_bytes} bytes, two-shot up to "
+            f"{rule.two_shot_max_bytes}, gathers up to {rule.gather_max_bytes}, then nccl"
         )
 
 

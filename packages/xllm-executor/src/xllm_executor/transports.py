@@ -1,4 +1,4 @@
-"""Which transport the ranks of a group sum by, decided once, at their start, and alike on all of them.
+"""Which transport the ranks of a group use, decided once, at their start, and alike on all of them.
 
 Owns the facts that each rank tells of itself, the decision, and its wording. The transports are `xllm_models.ops`'s.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from xllm_models.ops import AllReduceRule, GroupTransport, SymmetricTransport, Transport, lacking
+from xllm_models.ops import GroupTransport, SymmetricTransport, Transport, TransportRule, lacking
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart whose names are equal
 
@@ -89,7 +89,7 @@ def choose_transport(
     refusal = why_not_symmetric([RankFacts(**facts) for facts in told])
     if refusal:
         return own, f"{own.name}, for {refusal}"
-    rule = AllReduceRule.measured(size)
+    rule = TransportRule.measured(size)
     made: Transport = own
     problem = ""
     try:
@@ -100,8 +100,8 @@ def choose_transport(
         if trouble:
             return own, f"{own.name}, for rank {other} could not share memory: {trouble}"
     return made, (
-        f"symmetric memory, one-shot up to {rule.one_shot_max_bytes} bytes, two-shot up to "
-        f"{rule.two_shot_max_bytes}, then {own.name}"
+        f"symmetric memory, sums one-shot up to {rule.one_shot_max_bytes} bytes, two-shot up to "
+        f"{rule.two_shot_max_bytes}, gathers up to {rule.gather_max_bytes}, then {own.name}"
     )
 
 

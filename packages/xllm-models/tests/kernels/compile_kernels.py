@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xllm_models.kernels import activation, all_reduce, linear, moe, moe_layout, norm, rotary
+from xllm_models.kernels import activation, linear, moe, moe_layout, norm, rotary, shared_memory
 from xllm_models.kernels.launcher import power_of_two
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -38,11 +38,13 @@ def cases() -> Iterator[Case]:
     ):
         constants = [4096, 128, 4096, 128, 16, 8, 128, half, 4, power_of_two(half), rest, kind]
         yield rotary._rotary_kernel, rotary_types, constants, {"num_warps": 2}
-    for block in (1024, 4096):
-        for ranks in (2, 8):
-            constants = [1, ranks, 0, 256 * 2 * block, 128 * block, block, 8]
-            options = {"num_warps": block // 256}
-            yield all_reduce._launch._kernel, [B, "*i64", I, "i32"], constants, options
+    for ranks in (2, 8):
+        for span in shared_memory.REDUCE_SPANS:
+            constants = [1, ranks, 0, 256 * span, 128 * span, span // 2, 8]
+            options = {"num_warps": min(span // 512, 16)}
+            yield shared_memory._launch_reduce._kernel, [B, "*i64", I, "i32"], constants, options
+        constants = [1, ranks, 0, 256 * 147456, 128 * 147456, 147456, 4096]
+        yield shared_memory._launch_gather._kernel, [I, I, "*i64", I, "i32", "i32"], constants, {"num_warps": 16}
     for bias in (False, True):
         yield linear._vector_kernel, [B, B, B, B], [1024, 4096, 1024, 2, 1024, bias], {"num_warps": 4}
         for block_k, split, stages in ((256, 1, 3), (64, 4, 5)):

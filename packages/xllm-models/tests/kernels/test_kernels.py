@@ -27,15 +27,16 @@ def test_interpreted_kernels_agree_with_torch() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_interpreted_ranks_sum_through_shared_memory(tmp_path: Path, size: int) -> None:
-    from xllm_models.kernels.all_reduce import shared_bytes
+def test_interpreted_ranks_sum_and_gather_through_shared_memory(tmp_path: Path, size: int) -> None:
+    from xllm_models.kernels.shared_memory import shared_bytes
 
     files = [tmp_path / f"memory{rank}" for rank in range(size)]
     for file in files:
-        file.write_bytes(bytes(shared_bytes(size)))
+        file.touch()
+        os.truncate(file, shared_bytes(size))
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(CASES.with_name("all_reduce_rank.py")), str(rank), *map(str, files)],
+            [sys.executable, str(CASES.with_name("shared_memory_rank.py")), str(rank), *map(str, files)],
             env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,

@@ -14,10 +14,10 @@ from torch import distributed
 from torch.distributed import _symmetric_memory
 
 from xllm_models import ops
-from xllm_models.kernels import all_reduce
-from xllm_models.ops import AllReduceRule, SymmetricTransport, Way, symmetric
+from xllm_models.kernels import shared_memory
+from xllm_models.ops import SymmetricTransport, TransportRule, Way, symmetric
 
-RULE = AllReduceRule(one_shot_max_bytes=256, two_shot_max_bytes=1024)
+RULE = TransportRule(one_shot_max_bytes=256, two_shot_max_bytes=1024, gather_max_bytes=512)
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 
 
@@ -37,24 +37,37 @@ BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
     ],
 )
 def test_the_rule(num_bytes: int, dtype: torch.dtype, offset: int, way: Way) -> None:
-    assert RULE.way(num_bytes, dtype, offset) is way
+    assert RULE.reduce_way(num_bytes, dtype, offset) is way
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "offset", "way"),
+    [(512, 32, Way.ONE_SHOT), (528, 0, Way.GROUP), (0, 0, Way.GROUP), (24, 0, Way.GROUP), (256, 8, Way.GROUP)],
+)
+def test_the_rule_for_gathers(num_bytes: int, offset: int, way: Way) -> None:
+    assert RULE.gather_way(num_bytes, offset) is way
 
 
 def test_the_measured_rule_shrinks_one_shot_with_the_ranks() -> None:
-    two, four, eight = (AllReduceRule.measured(ranks) for ranks in (2, 4, 8))
+    two, four, eight = (TransportRule.measured(ranks) for ranks in (2, 4, 8))
     assert two.one_shot_max_bytes // 3 - four.one_shot_max_bytes in range(16)
     assert two.one_shot_max_bytes // 7 - eight.one_shot_max_bytes in range(16)
     assert two.two_shot_max_bytes == eight.two_shot_max_bytes
     # Decode steps of usual sizes are one-shot: 16 rows of 1024 in bf16.
-    assert two.way(16 * 1024 * 2, BF16) is Way.ONE_SHOT
+    assert two.reduce_way(16 * 1024 * 2, BF16) is Way.ONE_SHOT
     with pytest.raises(ValueError, match="a group of 1 has nothing to sum"):
-        AllReduceRule.measured(1)
+        TransportRule.measured(1)
 
 
 @pytest.mark.parametrize(("one_shot", "two_shot"), [(-1, 4), (8, 4)])
 def test_limits_that_do_not_rise_are_refused(one_shot: int, two_shot: int) -> None:
     with pytest.raises(ValueError, match=f"one_shot_max_bytes is {one_shot}, two_shot_max_bytes 4; they must rise"):
-        AllReduceRule(one_shot_max_bytes=one_shot, two_shot_max_bytes=two_shot)
+        TransportRule(one_shot_max_bytes=one_shot, two_shot_max_bytes=two_shot, gather_max_bytes=0)
+
+
+def test_a_limit_below_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="gather_max_bytes is -16; it must be at least 0"):
+        TransportRule(one_shot_max_bytes=0, two_shot_max_bytes=0, gather_max_bytes=-16)
 
 
 @pytest.fixture
@@ -73,6 +86,10 @@ class Doubling:
         x.mul_(2)
         return "doubled"
 
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
+        out.copy_(x + 1)
+        return "raised"
+
 
 def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup) -> None:
     ops.register_group("plain", group)
@@ -82,12 +99,16 @@ def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup
         assert ops.all_reduce_(torch.ones(3), "plain").tolist() == [1, 1, 1]
         assert ops.all_reduce_(torch.ones(3), "doubled").tolist() == [2, 2, 2]
         assert torch.ops.xllm.all_reduce_(torch.ones(3), "doubled") is None
+        assert ops.all_gather(torch.ones(3), 1, "plain").tolist() == [1, 1, 1]
+        assert ops.all_gather(torch.ones(3), 1, "doubled").tolist() == [2, 2, 2]
         stats = ops.group_stats()
         assert stats["plain"] == {
-            "num_ranks": 1, "backend": "gloo", "all_reduce_ways": {"gloo": 1}, "transport": ""
+            "num_ranks": 1, "backend": "gloo", "all_reduce_ways": {"gloo": 1}, "all_gather_ways": {"gloo": 1},
+            "transport": "",
         }  # fmt: skip
         assert stats["doubled"] == {
-            "num_ranks": 1, "backend": "gloo", "all_reduce_ways": {"doubled": 2}, "transport": "for a test"
+            "num_ranks": 1, "backend": "gloo", "all_reduce_ways": {"doubled": 2}, "all_gather_ways": {"raised": 1},
+            "transport": "for a test",
         }  # fmt: skip
         assert ops.traffic()["all_reduce"] == (before[0] + 3, before[1] + 3 * 12)
     finally:
@@ -115,16 +136,21 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(tensor)
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()])
 
-    def one_shot(x: torch.Tensor, channels: all_reduce.Channels) -> None:
+    def one_shot(x: torch.Tensor, channels: shared_memory.Channels) -> None:
         seen.append(channels)
         x.mul_(3)
+
+    def gather(out: torch.Tensor, x: torch.Tensor, channels: shared_memory.Channels) -> None:
+        seen.append(channels)
+        out.copy_(x + 7)
 
     def two_shot(input: torch.Tensor, reduce_op: str, group_name: str, output: torch.Tensor) -> torch.Tensor:
         assert (reduce_op, group_name) == ("sum", group.group_name)
         return output.copy_(input * 5)
 
     monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
-    monkeypatch.setattr(all_reduce, "one_shot", one_shot)
+    monkeypatch.setattr(shared_memory, "all_reduce_", one_shot)
+    monkeypatch.setattr(shared_memory, "all_gather_into", gather)
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("two_shot_all_reduce_out", two_shot, "CPU")
     yield seen
@@ -148,9 +174,15 @@ def test_symmetric_memory_takes_the_way_of_the_rule(group: distributed.ProcessGr
     rows = torch.arange(12.0).reshape(3, 4)
     assert transport.all_reduce_(rows[1]) == "one_shot"
     assert rows.tolist() == [[0, 1, 2, 3], [12, 15, 18, 21], [8, 9, 10, 11]]
-    memory, channels, again = shared
-    assert channels is again
-    assert memory.numel() == RULE.two_shot_max_bytes + all_reduce.shared_bytes(1)
+    out = torch.empty(32)
+    assert transport.all_gather_into(out, torch.zeros(32)) == "one_shot"
+    assert out.tolist() == [7] * 32
+    out = torch.empty(512)
+    assert transport.all_gather_into(out, torch.ones(512)) == "gloo"
+    assert out.tolist() == [1] * 512
+    memory, channels, *again = shared
+    assert again == [channels] * 2
+    assert memory.numel() == RULE.two_shot_max_bytes + shared_memory.shared_bytes(1)
     assert channels.rank == 0
     assert channels.addresses.tolist() == [memory.data_ptr() + RULE.two_shot_max_bytes]
     assert not channels.counts.any()
@@ -161,12 +193,22 @@ def test_multicast_is_not_set_up(group: distributed.ProcessGroup, shared: list[A
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
-def test_a_rule_beyond_the_kernel_is_refused(group: distributed.ProcessGroup) -> None:
-    rule = AllReduceRule(one_shot_max_bytes=2 << 20, two_shot_max_bytes=2 << 20)
-    with pytest.raises(ValueError, match="one_shot_max_bytes is 2097152; at most 1048576 are served"):
+@pytest.mark.parametrize(
+    ("one_shot", "gather", "message"),
+    [
+        (8 << 20, 0, "one_shot_max_bytes is 8388608; at most 4194304 are served"),
+        (0, 32 << 20, "gather_max_bytes is 33554432; at most 18874368 are served"),
+    ],
+)
+def test_a_rule_beyond_the_kernels_is_refused(
+    group: distributed.ProcessGroup, one_shot: int, gather: int, message: str
+) -> None:
+    rule = TransportRule(one_shot_max_bytes=one_shot, two_shot_max_bytes=8 << 20, gather_max_bytes=gather)
+    with pytest.raises(ValueError, match=message):
         SymmetricTransport(group, torch.device("cpu"), rule)
     for ranks in (2, 3, 8):
-        assert AllReduceRule.measured(ranks).one_shot_max_bytes <= all_reduce.MAX_BYTES
+        assert TransportRule.measured(ranks).one_shot_max_bytes <= shared_memory.REDUCE_MAX_BYTES
+        assert TransportRule.measured(ranks).gather_max_bytes <= shared_memory.GATHER_MAX_BYTES
 
 
 def test_what_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

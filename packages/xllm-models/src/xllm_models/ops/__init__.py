@@ -22,13 +22,13 @@ from .moe import moe
 from .norm import fused_add_rms_norm, rms_norm
 from .rotary import qk_norm_rope, rotary
 from .symmetric import SymmetricTransport, lacking
-from .transports import AllReduceRule, GroupTransport, Transport, Way
+from .transports import GroupTransport, Transport, TransportRule, Way
 
 __all__ = [
-    "AllReduceRule",
     "GroupTransport",
     "SymmetricTransport",
     "Transport",
+    "TransportRule",
     "Way",
     "all_gather",
     "all_reduce_",

@@ -1,7 +1,7 @@
 """Collectives inside a model, as ops over torch.distributed.
 
 Owns the ops, the names they find their process groups by, and the count of what they moved. Creating a process group,
-and the choice of its transport, belongs to the host; what carries an all-reduce, to the transport.
+and the choice of its transport, belongs to the host; what carries them, to the transport.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from torch import distributed
 from .library import define_op
 from .transports import GroupTransport, Transport
 
-# torch 2.13 renamed them and deprecated the old names.
-_gather_into: Callable[..., object] = getattr(
-    distributed, "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
-)
+# torch 2.13 renamed it and deprecated the old name.
 _scatter_sum_into: Callable[..., object] = getattr(
     distributed, "reduce_scatter_single" if hasattr(distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
@@ -33,7 +30,8 @@ class _Group:
     process_group: distributed.ProcessGroup
     transport: Transport
     remark: str
-    ways: Counter[str] = field(default_factory=Counter)  # calls of all-reduce by the way they took
+    reduce_ways: Counter[str] = field(default_factory=Counter)  # calls of all-reduce by the way they took
+    gather_ways: Counter[str] = field(default_factory=Counter)  # and of all-gather
 
 
 _groups: dict[str, _Group] = {}
@@ -45,8 +43,8 @@ def register_group(
 ) -> None:
     """Let the collectives of this process find `group` under `name`. A name in use is a ValueError.
 
-    `transport` carries the all-reduces, the same kind on all ranks; None is torch.distributed's own. `remark` says why
-    it was chosen, for `group_stats`.
+    `transport` carries all-reduces and all-gathers, the same kind on all ranks; None is torch.distributed's own.
+    `remark` says why it was chosen, for `group_stats`.
     """
     if name in _groups:
         raise ValueError(f"process group {name!r} is registered already")
@@ -60,7 +58,7 @@ def unregister_group(name: str) -> None:
 
 
 def group_stats() -> dict[str, dict[str, object]]:
-    """Each registered group's ranks and backend, calls of all-reduce by way, and the remark on its transport.
+    """Each registered group's ranks and backend, its calls by the way they took, and the remark on its transport.
 
     A collective inside a captured device graph counts when it is captured, not when it is replayed.
     """
@@ -68,7 +66,8 @@ def group_stats() -> dict[str, dict[str, object]]:
         name: {
             "num_ranks": group.process_group.size(),
             "backend": distributed.get_backend(group.process_group),
-            "all_reduce_ways": dict(group.ways),
+            "all_reduce_ways": dict(group.reduce_ways),
+            "all_gather_ways": dict(group.gather_ways),
             "transport": group.remark,
         }
         for name, group in _groups.items()
@@ -109,7 +108,7 @@ def _group_of(name: str, num_ranks: int) -> distributed.ProcessGroup:
 def _all_reduce_torch(x: torch.Tensor, group: str) -> None:
     registered = _registered(group)
     _count("all_reduce", x)
-    registered.ways[registered.transport.all_reduce_(x)] += 1
+    registered.reduce_ways[registered.transport.all_reduce_(x)] += 1
 
 
 def _all_reduce_fake(x: torch.Tensor, group: str) -> None:
@@ -117,10 +116,11 @@ def _all_reduce_fake(x: torch.Tensor, group: str) -> None:
 
 
 def _all_gather_torch(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    process_group = _group_of(group, num_ranks)
+    _group_of(group, num_ranks)
+    registered = _registered(group)
     _count("all_gather", x)
     out = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
-    _gather_into(out, x.contiguous(), group=process_group)
+    registered.gather_ways[registered.transport.all_gather_into(out, x.contiguous())] += 1
     return out
 
 

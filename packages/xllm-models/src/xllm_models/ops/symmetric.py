@@ -1,6 +1,6 @@
-"""All-reduce through memory that the ranks' devices read of each other: one-shot, two-shot, else the group's own.
+"""Collectives through memory that the ranks' devices read of each other: one-shot, two-shot, else the group's own.
 
-Owns the shared memory and the choice among the calls, all capturable: one-shot is a kernel of `kernels.all_reduce`,
+Owns the shared memory and the choice among the calls, all capturable: one-shot ones are `kernels.shared_memory`'s,
 two-shot an op of torch's symmetric memory. No NVLink multicast: nothing here uses it, so it is not even set up. Whether
 a group can have this is agreed by the host before it is made.
 """
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import distributed
 
-from .transports import SYMMETRIC_DTYPES, AllReduceRule, GroupTransport, Way
+from .transports import SYMMETRIC_DTYPES, GroupTransport, TransportRule, Way
 
 
 def lacking() -> tuple[str, ...]:
@@ -27,61 +27,69 @@ def lacking() -> tuple[str, ...]:
 
 
 class SymmetricTransport:
-    """See `Transport`. Made by all ranks of the group at once; takes a little more memory than `two_shot_max_bytes`.
+    """See `Transport`. Made by all ranks of the group at once; takes some 65 MB of its device.
 
     Calls follow each other on one stream, in the same order on all ranks. Graphs that captured them must be gone before
     this is.
 
     Raises:
-        ValueError: a rule whose one-shot payloads are larger than the kernel takes.
+        ValueError: a rule whose one-shot payloads are larger than the kernels take.
         RuntimeError: the ranks' devices cannot read each other's memory.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, device: torch.device, rule: AllReduceRule) -> None:
+    def __init__(self, group: distributed.ProcessGroup, device: torch.device, rule: TransportRule) -> None:
         from torch.distributed import _symmetric_memory
 
-        from ..kernels import all_reduce
+        from ..kernels import shared_memory
 
-        if rule.one_shot_max_bytes > all_reduce.MAX_BYTES:
-            raise ValueError(
-                f"one_shot_max_bytes is {rule.one_shot_max_bytes}; at most {all_reduce.MAX_BYTES} are served"
-            )
+        for name, value, limit in (
+            ("one_shot_max_bytes", rule.one_shot_max_bytes, shared_memory.REDUCE_MAX_BYTES),
+            ("gather_max_bytes", rule.gather_max_bytes, shared_memory.GATHER_MAX_BYTES),
+        ):
+            if value > limit:
+                raise ValueError(f"{name} is {value}; at most {limit} are served")
         # Setting multicast up costs time and can fail where peer access works.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._rule = rule
         self._name: str = group.group_name
         channels_at = -(-rule.two_shot_max_bytes // 128) * 128
         memory = _symmetric_memory.empty(
-            channels_at + all_reduce.shared_bytes(group.size()), dtype=torch.uint8, device=device
+            channels_at + shared_memory.shared_bytes(group.size()), dtype=torch.uint8, device=device
         )
         memory.zero_()
         torch.accelerator.synchronize(device)  # before any rank may write to another's memory
         shared = _symmetric_memory.rendezvous(memory, group)
         self._memory = {dtype: memory[:channels_at].view(dtype) for dtype in SYMMETRIC_DTYPES}
-        self._channels = all_reduce.Channels(
+        self._channels = shared_memory.Channels(
             rank=group.rank(),
             addresses=torch.tensor([address + channels_at for address in shared.buffer_ptrs], device=device),
-            counts=torch.zeros(
-                (len(all_reduce.BLOCK_BYTES), all_reduce.NUM_PROGRAMS), dtype=torch.int32, device=device
-            ),
+            counts=shared_memory.new_counts(device),
         )
-        self._one_shot = all_reduce.one_shot
-        by_group = GroupTransport(group)
+        self._kernels = shared_memory
+        self._group = GroupTransport(group)
         self._ways: Mapping[Way, tuple[str, Callable[[torch.Tensor], object]]] = {
-            Way.ONE_SHOT: (Way.ONE_SHOT.value, self._all_at_once),
+            Way.ONE_SHOT: (Way.ONE_SHOT.value, self._at_once),
             Way.TWO_SHOT: (Way.TWO_SHOT.value, self._in_two_steps),
-            Way.GROUP: (by_group.name, by_group.all_reduce_),
+            Way.GROUP: (self._group.name, self._group.all_reduce_),
         }
 
     def all_reduce_(self, x: torch.Tensor) -> str:
         """See `Transport.all_reduce_`."""
         size = x.element_size()
-        name, call = self._ways[self._rule.way(x.numel() * size, x.dtype, int(x.storage_offset()) * size)]
+        name, call = self._ways[self._rule.reduce_way(x.numel() * size, x.dtype, int(x.storage_offset()) * size)]
         call(x)
         return name
 
-    def _all_at_once(self, x: torch.Tensor) -> None:
-        self._one_shot(x, self._channels)
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
+        """See `Transport.all_gather_into`."""
+        size = x.element_size()
+        if self._rule.gather_way(x.numel() * size, int(x.storage_offset()) * size) is Way.GROUP:
+            return self._group.all_gather_into(out, x)
+        self._kernels.all_gather_into(out, x, self._channels)
+        return Way.ONE_SHOT.value
+
+    def _at_once(self, x: torch.Tensor) -> None:
+        self._kernels.all_reduce_(x, self._channels)
 
     def _in_two_steps(self, x: torch.Tensor) -> None:
         shared = self._memory[x.dtype][: x.numel()].view(x.shape)

@@ -1,4 +1,4 @@
-"""What carries an all-reduce: the seam between the op and the libraries below it.
+"""What carries all-reduces and all-gathers: the seam between the ops and the libraries below them.
 
 Owns the protocol, the transport over torch.distributed, and the rule that picks a way by payload. The rule is a value:
 it reads nothing that may differ between ranks. Who takes which transport is agreed by the host.
@@ -6,6 +6,7 @@ it reads nothing that may differ between ranks. Who takes which transport is agr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -17,16 +18,26 @@ ALIGNMENT = 16  # bytes: what a thread of the symmetric-memory kernels moves at 
 SYMMETRIC_DTYPES = frozenset({torch.bfloat16, torch.float32})  # that they can add
 
 
+# torch 2.13 renamed it and deprecated the old name.
+_gather_into: Callable[..., object] = getattr(
+    distributed, "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+)
+
+
 class Transport(Protocol):
-    """Sums tensors over the ranks of one group."""
+    """Sums and gathers tensors over the ranks of one group. Returns the name of the way taken, for the counts."""
 
     def all_reduce_(self, x: torch.Tensor) -> str:
-        """Sum x (contiguous) in place; returns the name of the way it took, for the counts."""
+        """Sum x (contiguous) in place."""
+        ...
+
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
+        """Write the ranks' x one after another to out, both contiguous, out [num_ranks * x.shape[0], ...]."""
         ...
 
 
 class GroupTransport:
-    """torch.distributed's own all-reduce: whatever the group's backend is, any dtype and size."""
+    """torch.distributed's own collectives: whatever the group's backend is, any dtype and size."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
@@ -37,26 +48,33 @@ class GroupTransport:
         distributed.all_reduce(x, group=self._group)
         return self.name
 
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
+        """See `Transport.all_gather_into`."""
+        _gather_into(out, x, group=self._group)
+        return self.name
+
 
 class Way(StrEnum):
-    """How a payload is summed."""
+    """How a payload travels."""
 
     ONE_SHOT = "one_shot"  # every rank reads all of every other's
-    TWO_SHOT = "two_shot"  # every rank sums one part and reads the other sums
+    TWO_SHOT = "two_shot"  # every rank sums one part and reads the sums of the other parts
     GROUP = "group"  # by the group's own backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduceRule:
+class TransportRule:
     """The way of each payload, in bytes of one rank's input.
 
     Attributes:
-        one_shot_max_bytes: up to here one-shot, whose latency is the least.
+        one_shot_max_bytes: all-reduces up to here are one-shot, whose latency is the least.
         two_shot_max_bytes: up to here two-shot, which moves less; not less than the first. Beyond it the group's own.
+        gather_max_bytes: all-gathers up to here are one-shot. Beyond it the group's own.
     """
 
     one_shot_max_bytes: int
     two_shot_max_bytes: int
+    gather_max_bytes: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.one_shot_max_bytes <= self.two_shot_max_bytes:
@@ -64,21 +82,23 @@ class AllReduceRule:
                 f"one_shot_max_bytes is {self.one_shot_max_bytes}, two_shot_max_bytes {self.two_shot_max_bytes}; "
                 "they must rise from 0"
             )
+        if self.gather_max_bytes < 0:
+            raise ValueError(f"gather_max_bytes is {self.gather_max_bytes}; it must be at least 0")
 
     @classmethod
-    def measured(cls, num_ranks: int) -> AllReduceRule:
+    def measured(cls, num_ranks: int) -> TransportRule:
         """The rule for a group of `num_ranks`.
 
         The limits are those of two ranks, from benchmarks/results/collectives-tp2-h200.json. Of more ranks one-shot
-        reads more, in proportion to the others, so its limit falls by as much; two-shot reads the same.
+        reads more, in proportion to the others, so its limit falls by as much; the others read the same.
         """
         if num_ranks < 2:
             raise ValueError(f"a group of {num_ranks} has nothing to sum; the rule begins at 2 ranks")
         one_shot = _ONE_SHOT_OF_TWO // (num_ranks - 1) // ALIGNMENT * ALIGNMENT
-        return cls(one_shot_max_bytes=one_shot, two_shot_max_bytes=_TWO_SHOT_OF_TWO)
+        return cls(one_shot_max_bytes=one_shot, two_shot_max_bytes=_TWO_SHOT_OF_TWO, gather_max_bytes=_GATHER_OF_TWO)
 
-    def way(self, num_bytes: int, dtype: torch.dtype, offset: int = 0) -> Way:
-        """The way of a payload of `num_bytes`, `offset` bytes into its storage.
+    def reduce_way(self, num_bytes: int, dtype: torch.dtype, offset: int = 0) -> Way:
+        """The way of an all-reduce of `num_bytes`, `offset` bytes into their storage.
 
         Nothing to sum, a dtype that the kernels cannot add, and a payload off their alignment go to the group.
         """
@@ -88,6 +108,13 @@ class AllReduceRule:
             return Way.ONE_SHOT
         return Way.TWO_SHOT if num_bytes <= self.two_shot_max_bytes else Way.GROUP
 
+    def gather_way(self, num_bytes: int, offset: int = 0) -> Way:
+        """The way of an all-gather; alignment as for `reduce_way`, any dtype."""
+        if not num_bytes or (num_bytes | offset) % ALIGNMENT:
+            return Way.GROUP
+        return Way.ONE_SHOT if num_bytes <= self.gather_max_bytes else Way.GROUP
 
-_ONE_SHOT_OF_TWO = 1 << 20
-_TWO_SHOT_OF_TWO = 32 << 20
+
+_ONE_SHOT_OF_TWO = 4 << 20
+_TWO_SHOT_OF_TWO = 16 << 20
+_GATHER_OF_TWO = 18 << 20
