@@ -4,9 +4,10 @@
 #   ci/gpu.sh [--attention] [--graph] [--models] [--integration] [--bench-attention] [--bench-ops] [--bench-sweep]
 #             [--tp N] [--bench-collectives N] [--out DIR]
 #
-# Without a part, all tests run, and no benchmark. --tp N runs the tests and the sweep of N ranks on N GPUs. A host without the history says in XLLM_COMMIT which commit this is,
-# for the results. The host brings python3 with torch, triton, pytest and hypothesis
-# (pytest-xdist is used where present). FlashInfer comes as wheels (flashinfer-python, apache-tvm-ffi); kernels that it
+# Without a part, all tests run, and no benchmark. --tp N runs the tests and the sweep of N ranks on N GPUs. What was
+# found goes to DIR as JSON. A host without the history says in XLLM_COMMIT which commit this is. The host brings python3
+# with torch, triton, pytest and hypothesis (pytest-xdist is used where present).
+# FlashInfer comes as wheels (flashinfer-python, apache-tvm-ffi); kernels that it
 # has compiled before may lie in .wheels/flashinfer-aot/NAME/NAME.so, which saves their compilation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -38,32 +39,35 @@ export PYTHONPATH="$site:$sources$PWD/integration/python" PYTHONUNBUFFERED=1 XLL
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 python3 -c 'import torch; assert torch.cuda.is_available(), "torch finds no CUDA device"; print(torch.cuda.get_device_name())'
 
-gpu_tests() { # FOLDER WORKERS [MARKER]
-  local options=(-q -m "${3:-gpu}" -p no:cacheprovider)
+gpu_tests() { # PART FOLDER WORKERS [MARKER]
+  local options=(-q -m "${4:-gpu}" -p no:cacheprovider --junit-xml "$site/$1.xml") code=0
   if python3 -c 'import pytest_benchmark' 2>/dev/null; then options+=(-p no:benchmark); fi
-  if [ "$2" -gt 1 ] && python3 -c 'import xdist' 2>/dev/null; then options+=(-n "$2"); fi
-  timeout 900 python3 -m pytest "${options[@]}" "$1"
+  if [ "$3" -gt 1 ] && python3 -c 'import xdist' 2>/dev/null; then options+=(-n "$3"); fi
+  timeout 900 python3 -m pytest "${options[@]}" "$2" || code=$?
+  python3 benchmarks/tested.py "$site/$1.xml" --out "$out/tests-$1-h200.json"
+  return "$code"
 }
 
 for part in "${parts[@]}"; do
   echo "== $part"
   case "$part" in
-    attention) gpu_tests packages/xllm-attention/tests 12 ;;
+    attention) gpu_tests attention packages/xllm-attention/tests 12 ;;
     bench-attention) python3 benchmarks/attention.py --out "$out/attention-h200.json" ;;
     bench-ops) python3 benchmarks/ops.py --device cuda --out "$out/ops-h200.json" ;;
     bench-sweep)
       python3 benchmarks/sweep.py --out "$out/sweep-h200.json"
       python3 benchmarks/table.py "$out/sweep-h200.json"
       ;;
-    integration) gpu_tests integration 1 ;;
+    integration) gpu_tests integration integration 4 ;;
     bench-collectives)
       timeout 120 python3 benchmarks/collectives.py --tp "$tp" --out "$out/collectives-tp$tp-h200.json"
       ;;
     tp)
-      XLLM_NUM_GPUS="$tp" gpu_tests integration/graph 3 multi_gpu
+      XLLM_NUM_GPUS="$tp" gpu_tests "tp$tp" integration/graph 3 multi_gpu
       timeout 400 python3 benchmarks/sweep.py --tp "1,$tp" --modes eager,graph --eager-repeats 1 --out "$out/sweep-tp-h200.json"
       python3 benchmarks/table.py "$out/sweep-tp-h200.json"
       ;;
-    *) gpu_tests "packages/xllm-$part/tests" 1 ;;
+    graph) gpu_tests graph packages/xllm-graph/tests 3 ;;
+    *) gpu_tests "$part" "packages/xllm-$part/tests" 1 ;;
   esac
 done
