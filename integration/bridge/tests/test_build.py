@@ -35,7 +35,7 @@ def test_debug_with_make_and_the_systems_cmake(tmp_path: Path, run_program: Call
     ).stdout.strip()
     configure = [
         *(cmake, "-G", "Unix Makefiles", "-S", source, "-B", tmp_path / "build", "-DCMAKE_BUILD_TYPE=Debug"),
-        *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dxllm_executor_DIR={cmakedir}"),
+        *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dxllm_executor_DIR={cmakedir}", "-DCMAKE_UNITY_BUILD=ON"),
     ]
     build = [cmake, "--build", tmp_path / "build", "--target", "bridge_host", "--parallel", "2"]
     for command in (configure, build):

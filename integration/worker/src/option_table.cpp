@@ -69,7 +69,7 @@ std::vector<Option> make_table() {
        .min = 1},
       {.name = "max_model_len",
        .member = &O::max_model_len,
-       .help = "Longest sequence, prompt and answer together.",
+       .help = "Longest sequence, prompt and answer together. Models with longrope take their factors by it.",
        .unset = "the model's max_position_embeddings",
        .min = 2,
        .max = kMaxCount},
