@@ -16,7 +16,7 @@ import pytest
 Completed = subprocess.CompletedProcess[str]
 Run = Callable[..., Completed]
 TSAN_OPTIONS = {
-    # Calls that libraries make of libc on memory that they guard in ways that cannot be seen; what they lock counts.
+    # What libraries do through libc is ordered in ways that cannot all be seen, and not ours; their locks still count.
     "ignore_noninstrumented_modules": 1,
     "atexit_sleep_ms": 0,
     "exitcode": 66,
