@@ -61,12 +61,14 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str:
+    # A copy of the tree may come without its history, or with another: whoever made it may say which commit it is.
+    if told := os.environ.get("XLLM_COMMIT"):
+        return told
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (FileNotFoundError, subprocess.CalledProcessError):
-        # A copy of the tree without its history: whoever made it may say which commit it is.
-        return os.environ.get("XLLM_COMMIT", "unknown")
+        return "unknown"
 
 
 def _git(*arguments: str) -> str:

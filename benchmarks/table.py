@@ -22,7 +22,7 @@ def table(document: dict[str, Any]) -> str:
     rows = {(row.get("tp", 1), row["mode"], row["batch"]): row for row in measured["rows"]}
     columns = list(dict.fromkeys((tp, mode) for tp, mode, _ in rows))
     batches = list(dict.fromkeys(batch for *_, batch in rows))
-    several = len({tp for tp, _ in columns}) > 1
+    several = any(tp > 1 for tp, _ in columns)
     names = [f"TP={tp} {NAMES[mode]}" if several else NAMES[mode] for tp, mode in columns]
     versions = ", ".join(f"{name} {version}" for name, version in stamp["versions"].items())
     head = [

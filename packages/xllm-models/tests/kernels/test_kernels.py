@@ -65,3 +65,10 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_compiled_kernels_agree_with_torch() -> None:
     run_cases(XLLM_KERNEL_DEVICE="cuda")
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_two_streams_sum_and_gather() -> None:
+    command = [sys.executable, str(CASES.with_name("two_streams.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr[-4000:]

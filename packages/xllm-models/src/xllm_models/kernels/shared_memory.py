@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from .launcher import Launcher
-from .overlap import wait_for_previous
 
 NUM_PROGRAMS = 128  # fewer than the multiprocessors of a device that this serves: all wait at the same time
 _UNIT = 16  # bytes that a thread moves at once
@@ -64,10 +63,8 @@ def _reduce_kernel(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """PLACES, FLAGS: offsets in bytes; STRIDE: bytes between the two places. BLOCK, UNIT: elements of each."""
-    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     columns = program * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_units * UNIT
@@ -104,10 +101,8 @@ def _gather_kernel(
     STRIDE: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """In words of 32 bits, 4 to a unit. PLACES, FLAGS: offsets in bytes; STRIDE, SPAN: bytes."""
-    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     count = tl.load(counts + program) + 1
     num_words = num_units * 4
@@ -135,10 +130,8 @@ def _gather_kernel(
     tl.store(counts + program, count)
 
 
-_launch_reduce = Launcher(triton.jit(_reduce_kernel.fn, do_not_specialize=["num_units"]), overlaps=True)
-_launch_gather = Launcher(
-    triton.jit(_gather_kernel.fn, do_not_specialize=["num_units", "num_rounds"]), overlaps=True, num_warps=16
-)
+_launch_reduce = Launcher(triton.jit(_reduce_kernel.fn, do_not_specialize=["num_units"]))
+_launch_gather = Launcher(triton.jit(_gather_kernel.fn, do_not_specialize=["num_units", "num_rounds"]), num_warps=16)
 
 
 def shared_bytes(num_ranks: int) -> int:
