@@ -16,15 +16,16 @@ import results as result_files
 
 
 def summary(report: Path) -> dict[str, Any]:
-    """Tests by outcome, the names of those that did not pass, seconds, and tests passed by module."""
+    """Tests by outcome, the names of those that did not pass, seconds, tests passed by module, what was recorded."""
     suites = ElementTree.parse(report).getroot().iter("testsuite")
     outcomes: Counter[str] = Counter()
     passed: Counter[str] = Counter()
-    not_passed, seconds = [], 0.0
+    not_passed, notes, seconds = [], [], 0.0
     for suite in suites:
         seconds += float(suite.get("time", 0))
         for case in suite.iter("testcase"):
             tags = {child.tag for child in case}
+            notes += [f"{case.get('name')}: {note.get('value')}" for note in case.iter("property")]
             outcome = next((tag for tag in ("error", "failure", "skipped") if tag in tags), "passed")
             outcomes[outcome] += 1
             if outcome == "passed":
@@ -33,6 +34,7 @@ def summary(report: Path) -> dict[str, Any]:
                 not_passed.append(f"{case.get('classname')}::{case.get('name')}")
     return {
         "outcomes": dict(outcomes), "seconds": seconds, "not_passed": sorted(not_passed), "modules": dict(passed),
+        "notes": notes,
     }  # fmt: skip
 
 

@@ -128,3 +128,18 @@ def test_the_tables_of_the_page_are_those_of_the_results(load: Any) -> None:
     tables = load("tensor_parallel_table")
     page = tables.PAGE.read_text()
     assert tables.filled(page) == page
+
+
+def test_a_run_of_tests_becomes_a_result(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite time="2.5"><testcase classname="a" name="one"><properties>'
+        '<property name="parity" value="3/3"/></properties></testcase>'
+        '<testcase classname="a" name="two"><failure/></testcase></testsuite></testsuites>'
+    )
+    assert load("tested").summary(report) == {
+        "outcomes": {"passed": 1, "failure": 1}, "seconds": 2.5, "not_passed": ["a::two"], "modules": {"a": 1},
+        "notes": ["one: 3/3"],
+    }  # fmt: skip
+    monkeypatch.setenv("XLLM_COMMIT", "abc")
+    assert load("results").stamp("cpu")["commit"] == "abc"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,9 +78,9 @@ def test_ranks_end_when_one_is_killed_in_mid_step(run: Callable[..., Any], tmp_p
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_of_two_ranks_are_those_of_one(
-    load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], device: str, dtype: str
+    load: Callable[[str], ModuleType], record_property: Callable[[str, object], None], device: str, dtype: str
 ) -> None:
-    """fp32: all the same. bf16 sums in another order may turn a near tie: where they do, it is said and small.
+    """fp32: all the same. bf16 sums in another order may turn a near tie: the report says where, and by how little.
 
     Ranks on one device sum over gloo, which no graph holds: piecewise graphs leave the collectives out.
     """
@@ -97,7 +96,7 @@ def test_tokens_of_two_ranks_are_those_of_one(
     assert two["eager"]["groups"]["tp"]["transport"].startswith(expected)
     assert set(two["piecewise"]["steps"]) == {"piecewise"}
     for row in measured["rows"]:
-        what = f"tp {row['tp']} {row['mode']} B={row['batch']}"
+        what = f"{dtype} tp {row['tp']} {row['mode']} B={row['batch']}"
         assert row["ranks_alike"], what
         if row["tp"] == 1:
             continue
@@ -105,10 +104,7 @@ def test_tokens_of_two_ranks_are_those_of_one(
         if dtype == "float32":
             assert equal == row["batch"], f"{what}: {equal}, margin {margin}"
         else:
-            with capsys.disabled():
-                sys.stdout.write(
-                    f"\n    {dtype} {what}: {equal}/{row['batch']} answers as of one rank, margins up to {margin}"
-                )
+            record_property("parity", f"{what}: {equal}/{row['batch']} answers as of one rank, margins up to {margin}")
             assert margin is None or margin < 0.03
         if row["mode"] == "graph" and row["batch"] != 3:  # a size that is captured: the same kernels
             assert row["sequences_equal_to_eager"] == row["batch"], what
