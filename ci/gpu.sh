@@ -43,7 +43,7 @@ gpu_tests() { # PART FOLDER WORKERS [MARKER]
   local options=(-q -m "${4:-gpu}" -p no:cacheprovider --junit-xml "$site/$1.xml") code=0
   if python3 -c 'import pytest_benchmark' 2>/dev/null; then options+=(-p no:benchmark); fi
   if [ "$3" -gt 1 ] && python3 -c 'import xdist' 2>/dev/null; then options+=(-n "$3"); fi
-  timeout 900 python3 -m pytest "${options[@]}" "$2" || code=$?
+  timeout --foreground 900 python3 -m pytest "${options[@]}" "$2" || code=$?
   python3 benchmarks/tested.py "$site/$1.xml" --out "$out/tests-$1-h200.json"
   return "$code"
 }
@@ -58,13 +58,13 @@ for part in "${parts[@]}"; do
       python3 benchmarks/sweep.py --out "$out/sweep-h200.json"
       python3 benchmarks/table.py "$out/sweep-h200.json"
       ;;
-    integration) gpu_tests integration integration 4 ;;
+    integration) gpu_tests integration integration 8 ;;
     bench-collectives)
-      timeout 120 python3 benchmarks/collectives.py --tp "$tp" --out "$out/collectives-tp$tp-h200.json"
+      timeout --foreground 120 python3 benchmarks/collectives.py --tp "$tp" --out "$out/collectives-tp$tp-h200.json"
       ;;
     tp)
       XLLM_NUM_GPUS="$tp" gpu_tests "tp$tp" integration/graph 3 multi_gpu
-      timeout 400 python3 benchmarks/sweep.py --tp "1,$tp" --modes eager,graph --eager-repeats 1 --out "$out/sweep-tp-h200.json"
+      timeout --foreground 400 python3 benchmarks/sweep.py --tp "1,$tp" --modes eager,graph --eager-repeats 1 --out "$out/sweep-tp-h200.json"
       python3 benchmarks/table.py "$out/sweep-tp-h200.json"
       ;;
     graph) gpu_tests graph packages/xllm-graph/tests 3 ;;

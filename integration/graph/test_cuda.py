@@ -53,7 +53,7 @@ def test_a_trace_of_ten_decode_steps_has_no_wait_and_no_copy_to_the_host(make_cu
     steps = decode_steps(setup, 11)
     setup.executor.execute(*steps[0])
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
         with torch.profiler.record_function("ten steps"):
             for step in steps[1:]:
                 setup.executor.execute(*step)
