@@ -127,6 +127,26 @@ def test_launches_depend_on_the_bucket_and_not_on_the_lengths(monkeypatch: pytes
     assert all(launches == seen[0] for launches in seen)
 
 
+def test_padding_changes_no_bit() -> None:
+    """Sums are taken in the same order whatever a step is padded to: eager steps and graphs agree to the bit."""
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+    backend = create_backend(
+        "triton", [spec], device="cpu", dtype=torch.float32, max_num_seqs=16, max_num_tokens=16, max_model_len=64
+    )
+    backend.bind_kv_caches([LayerCache.from_tensors(tuple(torch.randn(2, 32, 4, 2, 16)))])
+    static = StaticAttentionMetadata(max_num_tokens=16, max_num_seqs=16, max_num_pages=64, device="cpu")
+    live = build_attention_metadata([1] * 3, [61, 40, 33], [list(range(8 * seq, 8 * seq + 16)) for seq in range(3)], 4)
+    q, k = torch.randn(16, 4, 16), torch.randn(16, 2, 16)
+    outputs = []
+    for size in (3, 4, 16):
+        static.fill(live, num_tokens=size, num_seqs=size)
+        backend.plan(static, graph=True)
+        outputs.append(torch.full((size, 4, 16), torch.nan))
+        backend.run(q[:size], k[:size], k[:size], outputs[-1], 0)
+        assert not outputs[-1][3:].any()
+    assert all(torch.equal(out[:3], outputs[0]) for out in outputs)
+
+
 COMPILE = """
 import sys
 import torch, triton

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from xllm_attention.backends.triton_backend.worklist import (
     BEGIN,
     CHUNKS,
+    EMPTY_BEGIN,
+    EMPTY_END,
     END,
     FIRST,
     ITEM_WIDTH,
@@ -54,7 +56,7 @@ def make_list(lens: list[int], wave: int, most: int, enough: int, window: int) -
 def test_every_key_once_in_equal_shares(lens: list[int], wave: int, most: int, enough: int, window: int) -> None:
     items = make_list(lens, wave, most, enough, window)
     seen = [min(length, window) if window else length for length in lens]
-    units = [max(1, -(-keys // UNIT)) for keys in seen]
+    units = [-(-keys // UNIT) for keys in seen]
 
     runs = [(row[RUN_BEGIN.value], row[RUN_END.value]) for row in items]
     count = runs[-1][1]
@@ -70,14 +72,41 @@ def test_every_key_once_in_equal_shares(lens: list[int], wave: int, most: int, e
         assert of_row == list(range(of_row[0], of_row[-1] + 1))
         assert item[KV_LEN.value] == lens[row]
         assert begin == done[row]
-        assert end > begin or lens[row] == 0
+        assert end > begin
         assert (begin - lens[row] + seen[row]) % UNIT == 0
         done[row] = end
         assert index < len(lens) + wave * most
     assert done == dict(enumerate(lens))
 
-    programs = wave * min(max(sum(units) // (wave * enough), 1), most)
+    programs = wave * max(1, min(sum(units) // (wave * enough), most, sum(map(bool, units))))
     share = -(-sum(units) // programs)
     for begin, end in runs:
         spans = [item[END.value] - item[BEGIN.value] for item in items[begin:end]]
-        assert sum(max(1, -(-span // UNIT)) for span in spans) <= share
+        assert sum(-(-span // UNIT) for span in spans) <= share
+
+    empties = [(row[EMPTY_BEGIN.value], row[EMPTY_END.value]) for row in items]
+    end = empties[-1][1]
+    assert empties[0][0] == count
+    assert all(first[1] == second[0] for first, second in pairwise(empties))
+    assert all(begin == end for begin, end in empties[wave * most :])
+    assert [item[TOKEN.value] for item in items[count:end]] == [row for row, length in enumerate(lens) if not length]
+    for item in items[count:end]:
+        assert item[BEGIN.value] == item[END.value] == item[KV_LEN.value] == 0
+        assert item[CHUNKS.value] == 1
+    assert max(end - begin for begin, end in empties) <= -(-lens.count(0) // (wave * most))
+
+
+@given(
+    lens=st.lists(st.integers(1, 300), min_size=1, max_size=9),
+    num_padding=st.integers(1, 9),
+    wave=st.integers(1, 9),
+    most=st.integers(1, 3),
+)
+@settings(max_examples=20, deadline=None)
+def test_padding_does_not_change_how_keys_are_cut(lens: list[int], num_padding: int, wave: int, most: int) -> None:
+    cut = [make_list(padded, wave, most, 1, 0) for padded in (lens, lens + [0] * num_padding)]
+    runs = [[(row[RUN_BEGIN.value], row[RUN_END.value]) for row in items[: wave * most]] for items in cut]
+    assert runs[0] == runs[1]
+    count = runs[0][-1][1]
+    for plain, padded in zip(cut[0][:count], cut[1][:count], strict=True):
+        assert plain[: RUN_BEGIN.value] == padded[: RUN_BEGIN.value]

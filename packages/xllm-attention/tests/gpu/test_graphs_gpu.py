@@ -127,6 +127,21 @@ def test_prefill_does_not_synchronize(name: str) -> None:
             backend.run(q, k, v, out, 0)
 
 
+@pytest.mark.parametrize("lens", [[8000, 5, 17], [333, 64, 65], [1]])
+def test_padding_changes_no_bit(lens: list[int]) -> None:
+    backend = _backend("triton", [_cache()])
+    static = _static()
+    q, k, v = _qkv(BUCKET, 3)
+    outputs = []
+    for size in (len(lens), BUCKET):
+        static.fill(_decode(lens), num_tokens=size, num_seqs=size)
+        backend.plan(static, graph=True)
+        outputs.append(torch.full_like(q[:size], torch.nan))
+        backend.run(q[:size], k[:size], v[:size], outputs[-1], 0)
+    assert torch.equal(outputs[0], outputs[1][: len(lens)])
+    assert not outputs[1][len(lens) :].any()
+
+
 def _capture(backend: AttentionBackend, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Warms up, then captures what `run` launches after the current plan."""
     run()

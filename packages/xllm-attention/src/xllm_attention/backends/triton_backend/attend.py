@@ -13,6 +13,8 @@ from .tile import add_tile, scores_of
 from .worklist import (
     BEGIN,
     CHUNKS,
+    EMPTY_BEGIN,
+    EMPTY_END,
     END,
     FIRST,
     ITEM_WIDTH,
@@ -42,7 +44,7 @@ def attend_kernel(
     IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attends the items of one program, in decode a run of them.
+    """Attends the items of one program, in decode a run of them and some without keys, which write zeros.
 
     Grid: (K, programs): programs without items come last. With PAGED unset the keys are k_new and v_new themselves:
     whole prompts, which have no prefix.
@@ -50,9 +52,13 @@ def attend_kernel(
     kv_head = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     if DECODE:
-        begin = tl.load(items_ptr + program * ITEM_WIDTH + RUN_BEGIN)
-        end = tl.load(items_ptr + program * ITEM_WIDTH + RUN_END)
-        for item in range(begin, end):
+        fields = items_ptr + program * ITEM_WIDTH
+        begin = tl.load(fields + RUN_BEGIN)
+        count = tl.load(fields + RUN_END) - begin
+        empty_begin = tl.load(fields + EMPTY_BEGIN)
+        num_empty = tl.load(fields + EMPTY_END) - empty_begin
+        for number in range(count + num_empty):
+            item = tl.where(number < count, begin + number, empty_begin + number - count)
             attend_item(
                 q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
                 state_ptr, arrived_ptr, item, kv_head, STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW,

@@ -28,6 +28,8 @@ CHUNKS = tl.constexpr(9)  # chunks of the tile; 0: no such item
 SLOT = tl.constexpr(10)  # decode: where the token is written; below 0: nowhere
 RUN_BEGIN = tl.constexpr(11)  # decode: first item of the program of this number; no matter of the item itself
 RUN_END = tl.constexpr(12)  # decode: the item behind its last
+EMPTY_BEGIN = tl.constexpr(13)  # decode: first of its items without keys
+EMPTY_END = tl.constexpr(14)  # decode: the item behind the last of them
 ITEM_WIDTH = tl.constexpr(16)
 
 
@@ -49,7 +51,8 @@ def shares(
     LEAST_UNITS: tl.constexpr, ENOUGH_UNITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A decode step's units a program, whether the sequences are cut apart, and the number of items of each."""
-    waves = tl.minimum(tl.maximum(total_units // (wave * ENOUGH_UNITS), 1), most)
+    most = tl.minimum(most, tl.sum((units > 0).to(tl.int32), 0))
+    waves = tl.maximum(tl.minimum(total_units // (wave * ENOUGH_UNITS), most), 1)
     chunk = tl.maximum((total_units + wave * waves - 1) // (wave * waves), LEAST_UNITS)
     alone = (units + chunk - 1) // chunk
     even = tl.sum(alone, 0) <= wave * waves
@@ -64,7 +67,7 @@ def share_of(
     """Chunks of a decode row whose units begin at row_first, and the units of it that belong to chunk `number`."""
     program = row_first // chunk
     crossed = (row_first + row_units - 1) // chunk - program + 1
-    chunks = tl.where(even, (row_units + chunk - 1) // chunk, crossed)
+    chunks = tl.maximum(tl.where(even, (row_units + chunk - 1) // chunk, crossed), 1)
     program += number
     begin = tl.where(even, row_units * number // chunks, tl.maximum(program * chunk - row_first, 0))
     end = tl.where(even, row_units * (number + 1) // chunks, tl.minimum((program + 1) * chunk - row_first, row_units))
@@ -102,10 +105,11 @@ def worklist_kernel(
 
     Chunks are multiples of UNIT keys. In decode all programs get the same number of units: `wave` programs, or several
     waves of them where each has ENOUGH_UNITS then. Sequences are cut into equal chunks, a program each, if that takes
-    no more programs; else the sequences are laid one after the other and cut wherever a program's share ends. In other
-    steps, with n chunks' worth of keys, chunks are cut so that they make up one wave of programs (`wave` items) while
-    that leaves them shorter than ENOUGH_UNITS; beyond it they are made no longer than needed to stay within `target`
-    items.
+    no more programs; else the sequences are laid one after the other and cut wherever a program's share ends. Rows of
+    KV length 0, such as padding, are items without keys behind all others, dealt out evenly: how keys are cut, and so
+    the order of sums, does not depend on the padding. In other steps, with n chunks' worth of keys, chunks are cut so
+    that they make up one wave of programs (`wave` items) while that leaves them shorter than ENOUGH_UNITS; beyond it
+    they are made no longer than needed to stay within `target` items.
     """
     seq = tl.arange(0, BLOCK_B)
     real = seq < num_seqs
@@ -116,8 +120,6 @@ def worklist_kernel(
         q_lens = tl.load(qo_indptr_ptr + seq + 1, mask=real, other=0) - tl.load(qo_indptr_ptr + seq, mask=real, other=0)
     tiles, seen = chunk_counts(q_lens, kv_lens, G, WINDOW, BLOCK_M)
     units = (seen + UNIT - 1) // UNIT
-    if DECODE:
-        units = tl.where(real, tl.maximum(units, 1), 0)  # also a row without keys is an item, which writes zeros
     total_units = tl.sum(tiles * units, 0)
     row_ends = tl.cumsum(units, 0)  # where the sequences' units end when they are laid one after the other
     if DECODE:
@@ -137,6 +139,13 @@ def worklist_kernel(
     before = ends[None, :] <= item[:, None]
     row = tl.sum(before.to(tl.int32), 1)
     local = item - tl.max(tl.where(before, ends[None, :], 0), 1)
+    if DECODE:
+        count = tl.max(ends, 0)  # of the items with keys
+        empty_ends = tl.cumsum((real & (units == 0)).to(tl.int32), 0)
+        num_empty = tl.max(empty_ends, 0)
+        has_keys = item < count
+        passed = empty_ends[None, :] <= (item - count)[:, None]
+        row = tl.where(has_keys, row, tl.sum(passed.to(tl.int32), 1))
     live = (item < num_items) & (row < num_seqs)
     kv_first = tl.load(kv_indptr_ptr + row, mask=live, other=0)
     kv_len = tl.load(kv_indptr_ptr + row + 1, mask=live, other=0) - kv_first
@@ -150,18 +159,18 @@ def worklist_kernel(
         slot = tl.full([BLOCK_I], -1, tl.int32)
     _, keys = chunk_counts(q_len, kv_len, G, WINDOW, BLOCK_M)
     if DECODE:
-        number = local
+        number = tl.where(has_keys, local, 0)
         row_first = tl.max(tl.where(before, row_ends[None, :], 0), 1)
-        row_units = tl.maximum((keys + UNIT - 1) // UNIT, 1)
+        row_units = (keys + UNIT - 1) // UNIT
         chunks, unit, unit_end = share_of(row_first, row_units, number, chunk, even)
         begin = kv_len - keys + unit * UNIT
         end = kv_len - keys + unit_end * UNIT
+        chunks = tl.where(has_keys, chunks, 1)
     else:
         chunks = tl.maximum(((keys + UNIT - 1) // UNIT + chunk - 1) // chunk, 1)
         number = local % chunks
         begin = kv_len - keys + number * chunk * UNIT
         end = begin + chunk * UNIT
-    # A decode row of KV length 0 is padding: an item without keys, which writes zeros.
     out = items_ptr + item * ITEM_WIDTH
     inside = item < num_items
     tl.store(out + TOKEN, token, mask=inside)
@@ -169,15 +178,18 @@ def worklist_kernel(
     tl.store(out + PREFIX, tl.maximum(kv_len - q_len, 0), mask=inside)
     tl.store(out + KV_LEN, kv_len, mask=inside)
     tl.store(out + TABLE, tl.load(table_indptr_ptr + row, mask=live, other=0), mask=inside)
-    tl.store(out + TILE, local // chunks, mask=inside)
+    tl.store(out + TILE, 0 if DECODE else local // chunks, mask=inside)
     tl.store(out + BEGIN, begin, mask=inside)
     tl.store(out + END, tl.minimum(end, kv_len), mask=inside)
     tl.store(out + FIRST, item - number, mask=inside)
     tl.store(out + CHUNKS, tl.where(live, chunks, 0), mask=inside)
     tl.store(out + SLOT, slot, mask=inside)
     if DECODE:
-        count = tl.max(ends, 0)
         run_begin = tl.where(even, tl.minimum(item, count), first_item(item, chunk, ends, row_ends, total_units))
         run_end = tl.where(even, tl.minimum(item + 1, count), first_item(item + 1, chunk, ends, row_ends, total_units))
         tl.store(out + RUN_BEGIN, run_begin, mask=inside)
         tl.store(out + RUN_END, run_end, mask=inside)
+        programs = target - num_seqs
+        dealt = tl.minimum(item, programs)
+        tl.store(out + EMPTY_BEGIN, count + num_empty * dealt // programs, mask=inside)
+        tl.store(out + EMPTY_END, count + num_empty * tl.minimum(item + 1, programs) // programs, mask=inside)
