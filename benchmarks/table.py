@@ -43,8 +43,14 @@ def table(document: dict[str, Any]) -> str:
         counts = [rows[*column, batch]["sequences_equal_to_eager"] for column in columns]
         equal = ", ".join(f"{count}/{batch}" for count in counts if count is not None)
         lines.append(f"| {batch} | " + " | ".join(cells) + f" | {equal} |")
-    foot = _of_ranks(measured) if several else _of_memory(measured["graph_memory"])
+    foot = _of_ranks(measured) if several else [*_of_ties(measured), *_of_memory(measured["graph_memory"])]
     return "\n".join((*head, *lines, "", *foot)) + "\n"
+
+
+def _of_ties(measured: dict[str, Any]) -> list[str]:
+    margins = [row["largest_margin_at_a_difference"] for row in measured["rows"]]
+    margin = max((margin for margin in margins if margin is not None), default=None)
+    return [] if margin is None else [f"Largest margin of logits where a sequence leaves eager's: {margin:.3g}.", ""]
 
 
 def _of_memory(memory: dict[str, Any]) -> list[str]:

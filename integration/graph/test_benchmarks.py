@@ -124,10 +124,11 @@ def test_collectives_are_measured_and_tabled(load: Any, capsys: pytest.CaptureFi
     assert [row["rows"] for row in rows if row["kind"] == "logits"] == [1, 8, 16, 112]
 
 
-def test_the_tables_of_the_page_are_those_of_the_results(load: Any) -> None:
-    tables = load("tensor_parallel_table")
-    page = tables.PAGE.read_text()
-    assert tables.filled(page) == page
+def test_the_tables_of_the_pages_are_those_of_the_results(load: Any) -> None:
+    tables = load("page_tables")
+    for path in tables.PAGES:
+        page = path.read_text()
+        assert tables.filled(page) == page, path.name
 
 
 def test_a_run_of_tests_becomes_a_result(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

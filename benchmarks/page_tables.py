@@ -1,6 +1,6 @@
-"""Fills the tables of docs/tensor-parallel.md from the results of collectives.py and of sweep.py on several ranks.
+"""Fills the tables of docs/graphs.md and docs/tensor-parallel.md from the results of sweep.py and collectives.py.
 
-    python benchmarks/tensor_parallel_table.py [--check]
+    python benchmarks/page_tables.py [--check]
 
 A table stands between `<!-- table of FILE.json -->` and `<!-- end of table -->`. --check writes nothing and fails when
 one is not what the results say.
@@ -16,7 +16,7 @@ import collectives
 import results as result_files
 from table import table
 
-PAGE = result_files.ROOT / "docs" / "tensor-parallel.md"
+PAGES = tuple(result_files.ROOT / "docs" / name for name in ("graphs.md", "tensor-parallel.md"))
 _TABLE = re.compile(r"(<!-- table of (\S+\.json) -->\n\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
 
@@ -33,15 +33,17 @@ def _table_of(name: str) -> str:
 
 
 def main() -> None:
-    """Writes or checks the page."""
+    """Writes or checks the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    before = PAGE.read_text()
-    text = filled(before)
-    if not parser.parse_args().check:
-        PAGE.write_text(text)
-    elif before != text:
-        sys.exit(f"{PAGE.name} is not what the results say: run benchmarks/tensor_parallel_table.py")
+    check = parser.parse_args().check
+    for page in PAGES:
+        before = page.read_text()
+        text = filled(before)
+        if not check:
+            page.write_text(text)
+        elif before != text:
+            sys.exit(f"{page.name} is not what the results say: run benchmarks/page_tables.py")
 
 
 if __name__ == "__main__":
