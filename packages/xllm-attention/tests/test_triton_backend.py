@@ -179,7 +179,7 @@ d_pad = triton.next_power_of_2(head_dim)
 data = {name: "*" + dtype for name in ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr")}
 build(append_kernel, {**data, "slots_ptr": "*i32"},
       {"STRIDES": rows * 2 + cache * 2, "PAGE_SIZE": 16, "K": 2, "D": head_dim, "K_PAD": 2, "D_PAD": d_pad}, {})
-pointers = ("kv_indptr_ptr", "qo_indptr_ptr", "table_indptr_ptr", "slots_ptr", "items_ptr")
+pointers = ("kv_indptr_ptr", "qo_indptr_ptr", "table_indptr_ptr", "slots_ptr", "pages_ptr", "kept_ptr", "items_ptr")
 build(worklist_kernel, {name: "*i32" for name in pointers},
       {"G": group, "WINDOW": window, "DECODE": decode, "BLOCK_M": tiles.block_m, "UNIT": tiles.block_n,
        "LEAST_UNITS": tiles.least_units, "ENOUGH_UNITS": tiles.enough_units, "BLOCK_B": 128, "BLOCK_I": 32}, {})

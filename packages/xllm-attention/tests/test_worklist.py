@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -35,7 +36,7 @@ def make_list(lens: list[int], wave: int, most: int, enough: int, window: int) -
     items = torch.full((capacity, ITEM_WIDTH.value), -7, dtype=torch.int32)
     kernel: Any = worklist_kernel
     kernel[(-(-capacity // BLOCK_I),)](
-        indptr, indptr, indptr, slots, items, len(lens), capacity, capacity, wave,
+        indptr, indptr, indptr, slots, slots, slots, items, 0, len(lens), capacity, capacity, wave,
         G=2, WINDOW=window, DECODE=True, BLOCK_M=16, UNIT=UNIT, LEAST_UNITS=1, ENOUGH_UNITS=enough,
         BLOCK_B=32, BLOCK_I=BLOCK_I,
     )  # fmt: skip
@@ -94,6 +95,20 @@ def test_every_key_once_in_equal_shares(lens: list[int], wave: int, most: int, e
         assert item[BEGIN.value] == item[END.value] == item[KV_LEN.value] == 0
         assert item[CHUNKS.value] == 1
     assert max(end - begin for begin, end in empties) <= -(-lens.count(0) // (wave * most))
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 512, 2000])
+def test_page_indices_are_copied_on_the_way(num_pages: int) -> None:
+    pages, kept = torch.arange(2048, dtype=torch.int32), torch.full((2048,), -1, dtype=torch.int32)
+    indptr, slots = torch.tensor([0, 40, 90], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    items = torch.zeros((64, ITEM_WIDTH.value), dtype=torch.int32)
+    kernel: Any = worklist_kernel
+    kernel[(2,)](
+        indptr, indptr, indptr, slots, pages, kept, items, num_pages, 2, 64, 64, 31,
+        G=2, WINDOW=0, DECODE=True, BLOCK_M=16, UNIT=UNIT, LEAST_UNITS=1, ENOUGH_UNITS=1, BLOCK_B=32, BLOCK_I=BLOCK_I,
+    )  # fmt: skip
+    assert torch.equal(kept[:num_pages], pages[:num_pages])
+    assert (kept[num_pages:] == -1).all()
 
 
 @given(

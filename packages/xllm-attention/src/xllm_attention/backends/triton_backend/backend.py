@@ -79,7 +79,7 @@ class TritonBackend(AttentionBackend):
             )
 
     def _plan_step(self, step: Step) -> None:
-        self._workspace.fill(step)
+        self._num_pages = self._workspace.fill(step)
         self._decode = step.phase is Phase.DECODE
         self._paged = step.phase is not Phase.PREFILL
         self._step_size = (step.num_tokens, step.num_seqs)
@@ -88,7 +88,7 @@ class TritonBackend(AttentionBackend):
         self._num_rows = step.num_tokens if self._decode or indptr is None else int(indptr[-1])
 
     def _plan_group(self, step: Step, group: int) -> None:
-        self._lists[self._decode][group].fill(step)
+        self._lists[self._decode][group].fill(step, self._workspace.pages, 0 if group else self._num_pages)
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
         k_cache, v_cache = self._caches[layer_id]

@@ -31,6 +31,7 @@ RUN_END = tl.constexpr(12)  # decode: the item behind its last
 EMPTY_BEGIN = tl.constexpr(13)  # decode: first of its items without keys
 EMPTY_END = tl.constexpr(14)  # decode: the item behind the last of them
 ITEM_WIDTH = tl.constexpr(16)
+BLOCK_P = tl.constexpr(512)  # page indices copied at a time
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -89,19 +90,24 @@ def first_item(
     return tl.where(unit < total_units, items + program - row_first // chunk, tl.max(ends, 0))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_items", "target", "wave"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_pages", "num_seqs", "num_items", "target", "wave"])  # type: ignore[untyped-decorator]
 def worklist_kernel(
     kv_indptr_ptr: tl.tensor,  # [B + 1] cumulative KV lengths
     qo_indptr_ptr: tl.tensor,  # [B + 1]; unused in decode
     table_indptr_ptr: tl.tensor,  # [B + 1] into the page indices
     slots_ptr: tl.tensor,  # [T]; used in decode only
+    pages_ptr: tl.tensor,  # [P] page indices of the step
+    kept_ptr: tl.tensor,  # where the kernels read them
     items_ptr: tl.tensor,  # [capacity, ITEM_WIDTH]
+    num_pages: tl.tensor,  # to be copied
     num_seqs: tl.tensor, num_items: tl.tensor, target: tl.tensor, wave: tl.tensor,
     G: tl.constexpr, WINDOW: tl.constexpr, DECODE: tl.constexpr, BLOCK_M: tl.constexpr,
     UNIT: tl.constexpr, LEAST_UNITS: tl.constexpr, ENOUGH_UNITS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
 ) -> None:  # fmt: skip
     """Each program fills BLOCK_I items. All repeat the sums over the batch, which is cheaper than sharing them.
+
+    They copy the page indices on the way, which saves the host a launch.
 
     Chunks are multiples of UNIT keys. In decode all programs get the same number of units: `wave` programs, or several
     waves of them where each has ENOUGH_UNITS then. Sequences are cut into equal chunks, a program each, if that takes
@@ -111,6 +117,9 @@ def worklist_kernel(
     that they make up one wave of programs (`wave` items) while that leaves them shorter than ENOUGH_UNITS; beyond it
     they are made no longer than needed to stay within `target` items.
     """
+    for start in range(tl.program_id(0) * BLOCK_P, num_pages, tl.num_programs(0) * BLOCK_P):
+        place = start + tl.arange(0, BLOCK_P)
+        tl.store(kept_ptr + place, tl.load(pages_ptr + place, mask=place < num_pages), mask=place < num_pages)
     seq = tl.arange(0, BLOCK_B)
     real = seq < num_seqs
     kv_lens = tl.load(kv_indptr_ptr + seq + 1, mask=real, other=0) - tl.load(kv_indptr_ptr + seq, mask=real, other=0)

@@ -90,8 +90,14 @@ class WorkList:
         """Items that may be chunks of a tile: a step has chunks only while it stays within the target."""
         return self.target(num_seqs)
 
-    def fill(self, step: Step) -> None:
-        """Makes the list of a step, on the device and without waiting for it."""
+    def fill(self, step: Step, pages: torch.Tensor, num_pages: int) -> None:
+        """Makes the list of a step, on the device and without waiting for it; copies `num_pages` of its page indices.
+
+        Args:
+            step: the step.
+            pages: where the page indices go to.
+            num_pages: how many; 0 where another list of the step has them copied.
+        """
         metadata = step.metadata
         qo_indptr = metadata.kv_cu_seq_lens if self.decode else metadata.qo_indptr
         assert qo_indptr is not None  # `plan` has checked it
@@ -100,11 +106,17 @@ class WorkList:
             known = self._launch_of(step.num_tokens, step.num_seqs)
             if self.decode:  # other steps come in too many sizes to keep them
                 self.decode_launches[step.num_seqs] = known
-        inputs = (metadata.kv_cu_seq_lens, qo_indptr, metadata.paged_kv_indptr, metadata.slot_mapping)
+        inputs = (
+            metadata.kv_cu_seq_lens,
+            qo_indptr,
+            metadata.paged_kv_indptr,
+            metadata.slot_mapping,
+            metadata.paged_kv_indices,
+        )
         self.launch(
             (known.constants["BLOCK_B"], *alignment(*inputs)),
             known.grid,
-            (*inputs, self.items, *known.numbers),
+            (*inputs, pages, self.items, num_pages, *known.numbers),
             known.constants,
             {"num_warps": 4},
         )
@@ -148,15 +160,18 @@ class Workspace:
         self._slots = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self.slots = self._slots[:0]
 
-    def fill(self, step: Step) -> None:
-        """Copies the step's page indices and, unless it is decode, slots; on the device and without waiting for it."""
+    def fill(self, step: Step) -> int:
+        """Copies the slots of a step that is not decode, on the device and without waiting for it.
+
+        Returns how many page indices the step has; the first work list copies them.
+        """
         metadata = step.metadata
         num_pages = int(metadata.paged_kv_indptr_host[-1])  # host memory
         if num_pages > self.pages.shape[0]:
             raise ValueError(
                 f"the step has {num_pages} pages; sequences of max_model_len need {self.pages.shape[0]} at most"
             )
-        self.pages[:num_pages].copy_(metadata.paged_kv_indices[:num_pages])
         if step.phase is not Phase.DECODE:
             self.slots = self._slots[: step.num_tokens]
             self.slots.copy_(metadata.slot_mapping)
+        return num_pages
