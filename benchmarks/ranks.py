@@ -6,11 +6,13 @@ caller, who gives a function that can be pickled.
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -86,6 +88,7 @@ def launch(work: Callable[[Place, Any], Any], argument: Any, size: int, options:
 def _rank(
     work: Callable[[Place, Any], Any], argument: Any, place: Place, options: Options, port: int, sender: Connection
 ) -> None:
+    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
     if place.tp.size > 1:
         tensor_parallel.join(
             rank=place.tp.rank,
@@ -100,6 +103,14 @@ def _rank(
         )
     sender.send(work(place, argument))
     tensor_parallel.leave()
+
+
+def _end_with_the_launcher() -> None:
+    """A launcher that is killed ends nobody; a rank may be in a kernel that waits for ever for another rank's."""
+    launcher = parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)
 
 
 def _collect(receivers: Sequence[Connection], processes: Sequence[Any], options: Options) -> Outcome:

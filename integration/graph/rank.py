@@ -112,6 +112,12 @@ def dies(place: ranks.Place, options: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def waits(place: ranks.Place, options: dict[str, Any]) -> None:
+    """Says in the file `who` which process it is, and does nothing."""
+    Path(options["who"]).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
 def _sum_by(limits: dict[str, int], place: ranks.Place) -> None:
     world = distributed.group.WORLD
     assert world is not None

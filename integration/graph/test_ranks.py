@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,6 +68,31 @@ def test_ranks_end_when_one_is_killed_in_mid_step(run: Callable[..., Any], tmp_p
     with pytest.raises(RuntimeError, match=r"rank 1 is gone: killed by signal 9 \(Killed\)"):
         run("dies", {"when": str(when)}, device=device)
     assert time.monotonic() - float(when.read_text()) < 15
+
+
+def test_ranks_end_when_their_launcher_is_killed(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    who = tmp_path / "who"
+    rank, ranks = load("rank"), load("ranks")
+    launcher = get_context("spawn").Process(
+        target=ranks.launch, args=(rank.waits, {"who": str(who)}, 1, ranks.Options(device="cpu"))
+    )
+    launcher.start()
+    _wait_until(lambda: who.is_file() and who.read_text() != "")
+    launcher.kill()
+    launcher.join()
+    _wait_until(lambda: not _runs(int(who.read_text())))
+
+
+def _wait_until(true: Callable[[], bool], limit_s: float = 30) -> None:
+    limit = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def _runs(process: int) -> bool:
+    status = Path(f"/proc/{process}/stat")
+    return status.is_file() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize(
