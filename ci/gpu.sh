@@ -6,7 +6,7 @@
 #
 # Without a part, all tests run, and no benchmark. --tp N runs the tests and the sweep of N ranks on N GPUs. What was
 # found goes to DIR as JSON. A host without the history says in XLLM_COMMIT which commit this is. The host brings python3
-# with torch, triton, pytest and hypothesis (pytest-xdist is used where present).
+# with torch, triton, pytest and hypothesis (pytest-xdist and pytest-timeout are used where present).
 # FlashInfer comes as wheels (flashinfer-python, apache-tvm-ffi); kernels that it
 # has compiled before may lie in .wheels/flashinfer-aot/NAME/NAME.so, which saves their compilation.
 set -euo pipefail
@@ -42,32 +42,48 @@ python3 -c 'import torch; assert torch.cuda.is_available(), "torch finds no CUDA
 gpu_tests() { # PART FOLDER WORKERS [MARKER]
   local options=(-q -m "${4:-gpu}" -p no:cacheprovider --junit-xml "$site/$1.xml") code=0
   if python3 -c 'import pytest_benchmark' 2>/dev/null; then options+=(-p no:benchmark); fi
+  if python3 -c 'import pytest_timeout' 2>/dev/null; then options+=(--timeout 200 --timeout-method thread); fi
   if [ "$3" -gt 1 ] && python3 -c 'import xdist' 2>/dev/null; then options+=(-n "$3"); fi
   timeout --foreground 900 python3 -m pytest "${options[@]}" "$2" || code=$?
-  python3 benchmarks/tested.py "$site/$1.xml" --out "$out/tests-$1-h200.json"
+  # A run that was stopped leaves no report.
+  if [ -f "$site/$1.xml" ]; then
+    python3 benchmarks/tested.py "$site/$1.xml" --out "$out/tests-$1-h200.json" || code=$?
+  fi
   return "$code"
 }
 
-for part in "${parts[@]}"; do
-  echo "== $part"
-  case "$part" in
+sweep() { # NAME OPTION...
+  timeout --foreground 400 python3 benchmarks/sweep.py --out "$out/$1-h200.json" "${@:2}" \
+    && python3 benchmarks/table.py "$out/$1-h200.json"
+}
+
+run_part() {
+  local code=0
+  case "$1" in
     attention) gpu_tests attention packages/xllm-attention/tests 12 ;;
+    graph) gpu_tests graph packages/xllm-graph/tests 3 ;;
+    models) gpu_tests models packages/xllm-models/tests 1 ;;
+    integration) gpu_tests integration integration 8 ;;
     bench-attention) python3 benchmarks/attention.py --out "$out/attention-h200.json" ;;
     bench-ops) python3 benchmarks/ops.py --device cuda --out "$out/ops-h200.json" ;;
-    bench-sweep)
-      python3 benchmarks/sweep.py --out "$out/sweep-h200.json"
-      python3 benchmarks/table.py "$out/sweep-h200.json"
-      ;;
-    integration) gpu_tests integration integration 8 ;;
+    bench-sweep) sweep sweep ;;
     bench-collectives)
       timeout --foreground 120 python3 benchmarks/collectives.py --tp "$tp" --out "$out/collectives-tp$tp-h200.json"
       ;;
     tp)
-      XLLM_NUM_GPUS="$tp" gpu_tests "tp$tp" integration/graph 3 multi_gpu
-      timeout --foreground 400 python3 benchmarks/sweep.py --tp "1,$tp" --modes eager,graph --eager-repeats 1 --out "$out/sweep-tp-h200.json"
-      python3 benchmarks/table.py "$out/sweep-tp-h200.json"
+      XLLM_NUM_GPUS="$tp" gpu_tests "tp$tp" integration/graph 3 multi_gpu || code=$?
+      sweep "sweep-tp$tp" --tp "1,$tp" --modes eager,graph --eager-repeats 1 || code=$?
+      return "$code"
       ;;
-    graph) gpu_tests graph packages/xllm-graph/tests 3 ;;
-    *) gpu_tests "$part" "packages/xllm-$part/tests" 1 ;;
   esac
+}
+
+failed=()
+for part in "${parts[@]}"; do
+  echo "== $part"
+  run_part "$part" || failed+=("$part") # the others run all the same
 done
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "failed: ${failed[*]}" >&2
+  exit 1
+fi
