@@ -166,6 +166,7 @@ def build(kernel, types, constants, options):
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= 227 * 1024, (kernel.__name__, constants, compiled.metadata.shared)
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == constants.get("PDL", False)
 
 kind, dtype, head_dim, group, window, cap, paged = eval(sys.argv[1])
 spec = AttentionSpec(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window,
@@ -190,7 +191,8 @@ build(attend_kernel, data,
        "K": 2, "D": head_dim, "D_PAD": d_pad, "PAGE_SIZE": 16, "WINDOW": window, "CAP": cap > 0, "DECODE": decode,
        "PAGED": paged, "IEEE": dtype == "fp32", "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
        "R": tiles.kept_rows, "BLOCK_C": tiles.block_c, "PDL": decode},
-      {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages})
+      {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers,
+       "launch_pdl": decode})
 """
 
 
@@ -199,6 +201,7 @@ build(attend_kernel, data,
     [
         ("decode", "bf16", 128, 2, 0, 0.0, True),
         ("decode", "fp16", 80, 12, 7, 1.5, True),
+        ("decode", "fp32", 32, 3, 0, 0.0, True),
         ("many", "bf16", 256, 4, 0, 0.0, True),
         ("many", "bf16", 128, 2, 0, 0.0, False),
         ("many", "fp16", 96, 3, 7, 1.5, True),

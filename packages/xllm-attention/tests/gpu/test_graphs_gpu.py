@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from xllm_attention import AttentionBackend, AttentionSpec, create_backend
+from xllm_attention.backends.triton_backend import TritonBackend
 from xllm_metadata import LayerCache, StaticAttentionMetadata, build_attention_metadata
 
 pytestmark = pytest.mark.gpu
@@ -150,6 +151,20 @@ def _capture(backend: AttentionBackend, run: Callable[[], None]) -> torch.cuda.C
     with torch.cuda.graph(graph):
         run()
     return graph
+
+
+def test_nothing_is_compiled_during_a_capture() -> None:
+    backend = _backend("triton", [_cache()])
+    assert isinstance(backend, TritonBackend)
+    backend.plan(_decode([1] * BUCKET), graph=True)
+    q, k, v = _qkv(BUCKET, 3)
+    out = torch.empty_like(q)
+    backend.run(q, k, v, out, 0)
+    compiled = set(backend._attend._compiled)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        backend.run(q, k, v, out, 0)
+    assert set(backend._attend._compiled) == compiled
 
 
 @pytest.mark.parametrize("name", BACKENDS)

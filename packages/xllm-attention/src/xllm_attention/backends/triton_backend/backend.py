@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -80,6 +81,7 @@ class TritonBackend(AttentionBackend):
 
     def _plan_step(self, step: Step) -> None:
         self._num_pages = self._workspace.fill(step)
+        self._graph = step.graph
         self._decode = step.phase is Phase.DECODE
         self._paged = step.phase is not Phase.PREFILL
         self._step_size = (step.num_tokens, step.num_seqs)
@@ -93,48 +95,60 @@ class TritonBackend(AttentionBackend):
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
         k_cache, v_cache = self._caches[layer_id]
         work = self._lists[self._decode][self.group_of_layer[layer_id]]
-        spec, tiles, space = work.spec, work.tiles, self._workspace
+        space = self._workspace
         if not self._decode:
             self._append(k, v, k_cache, v_cache, space.slots)
         if self._num_rows < out.shape[0]:
             out[self._num_rows :].zero_()
-        pdl = self._can_overlap and torch.cuda.is_current_stream_capturing()
-        num_items = work.num_items(*self._step_size) if self._step_size[1] else 0
-        if num_items == 0:
+        if not self._step_size[1]:
             return
-        group = self.group_of_layer[layer_id]
+        captured = self._can_overlap and torch.cuda.is_current_stream_capturing()
+        arguments = (
+            q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived,
+        )  # fmt: skip
+        grid = (work.spec.num_kv_heads, work.num_programs(*self._step_size), 1)
+        key, constants, options = self._variant(work, layer_id, (q, k, v, out), captured)
+        self._attend(key, grid, arguments, constants, options)
+        if self._can_overlap and self._graph and not captured:
+            # The capture comes with a variant of its own, which must not be compiled then.
+            key, constants, options = self._variant(work, layer_id, (q, k, v, out), True)
+            self._attend.prepare(key, arguments, constants, options)
+
+    def _variant(
+        self, work: WorkList, layer_id: int, rows: tuple[torch.Tensor, ...], pdl: bool
+    ) -> tuple[Hashable, dict[str, Any], dict[str, Any]]:
+        """Key, constants and options of the attention kernel for q, k, v, out."""
+        caches, group = self._caches[layer_id], self.group_of_layer[layer_id]
+        spec, tiles = work.spec, work.tiles
+        q, k, v, out = rows
         strides = (*q.stride(), *k.stride(), *v.stride(), *out.stride(), *self._strides[layer_id])
-        self._attend(
-            (group, self._decode, self._paged, pdl, strides, alignment(q, k, v, out, k_cache, v_cache)),
-            (spec.num_kv_heads, work.num_programs(*self._step_size), 1),
-            (q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived),
-            {
-                "STRIDES": strides,
-                "scale": spec.scale,
-                "soft_cap": spec.logits_soft_cap,
-                "G": spec.group_size,
-                "K": spec.num_kv_heads,
-                "D": spec.head_dim,
-                "D_PAD": triton.next_power_of_2(spec.head_dim),
-                "PAGE_SIZE": k_cache.shape[1],
-                "WINDOW": spec.sliding_window,
-                "CAP": spec.logits_soft_cap > 0,
-                "DECODE": self._decode,
-                "PAGED": self._paged,
-                "IEEE": self.dtype is torch.float32,
-                "BLOCK_M": tiles.block_m,
-                "BLOCK_N": tiles.block_n,
-                "R": tiles.kept_rows,
-                "BLOCK_C": tiles.block_c,
-                "PDL": pdl,
-            },
-            {
-                "num_warps": tiles.num_warps,
-                "num_stages": tiles.num_stages,
-                "maxnreg": tiles.max_registers,
-                "launch_pdl": pdl,
-            },
-        )
+        constants = {
+            "STRIDES": strides,
+            "scale": spec.scale,
+            "soft_cap": spec.logits_soft_cap,
+            "G": spec.group_size,
+            "K": spec.num_kv_heads,
+            "D": spec.head_dim,
+            "D_PAD": triton.next_power_of_2(spec.head_dim),
+            "PAGE_SIZE": caches[0].shape[1],
+            "WINDOW": spec.sliding_window,
+            "CAP": spec.logits_soft_cap > 0,
+            "DECODE": self._decode,
+            "PAGED": self._paged,
+            "IEEE": self.dtype is torch.float32,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "R": tiles.kept_rows,
+            "BLOCK_C": tiles.block_c,
+            "PDL": pdl,
+        }
+        options = {
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+            "maxnreg": tiles.max_registers,
+            "launch_pdl": pdl,
+        }
+        return (group, self._decode, self._paged, pdl, strides, alignment(*rows, *caches)), constants, options
 
     def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:
         num_processors = 4  # of the interpreter: enough for small cases to be split

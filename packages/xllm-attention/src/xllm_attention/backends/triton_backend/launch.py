@@ -56,6 +56,16 @@ class Launcher:
         if self._direct:
             self._compiled[key] = (compiled, tuple(constants.values()))
 
+    def prepare(
+        self, key: Hashable, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        """Compiles and loads what a call with these arguments would launch, and launches nothing. For JIT functions."""
+        if key in self._compiled:
+            return
+        compiled = self._kernel.warmup(*arguments, grid=(1, 1, 1), **constants, **options)
+        assert compiled.run is not None  # loads it
+        self._compiled[key] = (compiled, tuple(constants.values()))
+
 
 def alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
     """Which of the tensors begin at a multiple of ALIGNMENT."""
