@@ -48,3 +48,13 @@ def test_logits_are_the_graphs_own_memory(make_setup: MakeSetup) -> None:
     indices = torch.arange(2, dtype=torch.int32, device=step[0].device)
     first = setup.decode.execute(*step, indices).data_ptr()
     assert setup.decode.execute(*step, indices).data_ptr() == first
+
+
+@pytest.mark.parametrize("num_seqs", [2, 4])
+def test_tokens_of_another_step_than_the_metadata_are_refused(make_setup: MakeSetup, num_seqs: int) -> None:
+    """Both fit one bucket, which would hide it: a token of padding for a live sequence, or a token without one."""
+    setup = make_setup()
+    tokens, positions, _ = decode_step(setup, 3)
+    *_, metadata = decode_step(setup, num_seqs)
+    with pytest.raises(ValueError, match=f"3 tokens; the metadata has slots for {num_seqs}"):
+        setup.decode.execute(tokens, positions, metadata, None)

@@ -136,7 +136,7 @@ class DecodeGraphRunner:
 
         Raises:
             RuntimeError: no graph is captured, or the backend planned the step in another layout than the captured one.
-            ValueError: more sequences than the largest bucket.
+            ValueError: more sequences than the largest bucket, or metadata of another step.
         """
         num_tokens = tokens.shape[0]
         bucket = bucket_for(self.buckets, num_tokens)
@@ -145,6 +145,8 @@ class DecodeGraphRunner:
         captured = self._captured.get(bucket)
         if captured is None:
             raise RuntimeError("execute was called before warmup: no graph is captured")
+        if metadata.slot_mapping.shape[0] != num_tokens:
+            raise ValueError(f"{num_tokens} tokens; the metadata has slots for {metadata.slot_mapping.shape[0]}")
         rows = logits_indices
         if rows is not None and (captured.logits is None or rows.shape[0] > bucket):
             rows = None  # the head runs behind the graph
