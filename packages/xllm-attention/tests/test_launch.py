@@ -6,14 +6,12 @@ import os
 import subprocess
 import sys
 
-SCRIPT = """
-from types import SimpleNamespace
+import pytest
+
+DRIVER = """
 import torch, triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from xllm_attention.backends.triton_backend.launch import Launcher
-from xllm_attention.backends.triton_backend.append import append_kernel
 
 loaded, launched = [], []
 
@@ -32,6 +30,12 @@ class Driver:
     launcher_cls = staticmethod(lambda source, metadata: lambda *call: launched.append(call))
 
 driver.set_active(Driver())
+"""
+
+PREPARED = """
+from xllm_attention.backends.triton_backend.append import append_kernel
+from xllm_attention.backends.triton_backend.launch import Launcher
+
 k = torch.zeros(4, 2, 16)
 cache, slots = torch.zeros(8, 4, 2, 16), torch.zeros(4, dtype=torch.int32)
 arguments = (k, k, cache, cache, slots)
@@ -52,10 +56,37 @@ for call in launched:
     assert call[14:] == tuple(constants.values()), call
 """
 
+PLANNED = """
+from dataclasses import replace
+from xllm_attention import AttentionSpec
+from xllm_attention.backend import Phase, Step
+from xllm_attention.backends.triton_backend.workspace import WorkList
+from xllm_metadata import FIELDS, build_attention_metadata
 
-def test_what_is_prepared_is_loaded_once_and_launched_when_called() -> None:
-    """In a process of its own: here the kernels are interpreted."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True
-    )
+def moved(tensor):
+    return torch.cat([tensor.new_zeros(1), tensor])[1:]
+
+spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
+work = WorkList.allocate(spec, dtype=torch.bfloat16, decode=False, max_num_seqs=100, max_num_tokens=512,
+                         num_processors=132, interpreted=False, device=torch.device("cpu"))
+pages = torch.zeros(512, dtype=torch.int32)
+for num_seqs in (1, 3, 40, 100):
+    step = build_attention_metadata([2] * num_seqs, [5] * num_seqs, [[0, 1]] * num_seqs, 4)
+    others = {name: moved(getattr(step, name)) for name in ("slot_mapping", "kv_cu_seq_lens", "paged_kv_indices")}
+    for metadata in (step, replace(step, **others)):
+        work.fill(Step(metadata=metadata, phase=Phase.CHUNKED, graph=False, num_tokens=2 * num_seqs,
+                       num_seqs=num_seqs), pages, 2 * num_seqs)
+assert len(launched) == 8
+assert loaded == ["worklist_kernel"], loaded
+"""
+
+
+@pytest.mark.parametrize("script", [PREPARED, PLANNED], ids=["prepared", "planned"])
+def test_kernels_are_loaded_once(script: str) -> None:
+    """What was prepared is launched when it is called; steps of any size, laid anywhere, are planned by one kernel.
+
+    In a process of its own: here the kernels are interpreted.
+    """
+    command = [sys.executable, "-c", DRIVER + script]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

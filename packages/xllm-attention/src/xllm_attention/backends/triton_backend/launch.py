@@ -37,7 +37,7 @@ class Launcher:
 
         Args:
             key: equal for calls that differ only in the numbers and the addresses of the tensors; must not be equal
-                for tensors of different dtypes or alignment (`alignment`).
+                for tensors of different dtypes, nor of different alignment (`alignment`) where the kernel asks for it.
             grid: number of programs along each axis.
             arguments: tensors of the current device and numbers, in order, a tensor first.
             constants: of the kernel, in its order.

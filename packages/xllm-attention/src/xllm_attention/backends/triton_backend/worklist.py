@@ -90,7 +90,10 @@ def first_item(
     return tl.where(unit < total_units, items + program - row_first // chunk, tl.max(ends, 0))
 
 
-@triton.jit(do_not_specialize=["num_pages", "num_seqs", "num_items", "target", "wave"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_pages", "num_seqs", "num_items", "target", "wave"],
+    do_not_specialize_on_alignment=["kv_indptr_ptr", "qo_indptr_ptr", "table_indptr_ptr", "slots_ptr", "pages_ptr"],
+)
 def worklist_kernel(
     kv_indptr_ptr: tl.tensor,  # [B + 1] cumulative KV lengths
     qo_indptr_ptr: tl.tensor,  # [B + 1]; unused in decode

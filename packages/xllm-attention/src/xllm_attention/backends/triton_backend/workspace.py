@@ -9,7 +9,7 @@ import triton
 
 from ...backend import Phase, Step
 from ...spec import AttentionSpec
-from .launch import Launcher, alignment
+from .launch import Launcher
 from .tiles import Tiles, decode_tiles, interpreted_tiles, prefill_tiles
 from .worklist import ITEM_WIDTH, worklist_kernel
 
@@ -32,6 +32,7 @@ class WorkList:
     spec: AttentionSpec
     tiles: Tiles
     decode: bool
+    max_num_seqs: int
     num_processors: int
     items: torch.Tensor  # [capacity, ITEM_WIDTH] int32
     launch: Launcher
@@ -56,7 +57,10 @@ class WorkList:
             tiles = interpreted_tiles(tiles)
         empty = torch.empty(0, dtype=torch.int32, device=device)
         launch = Launcher(worklist_kernel)
-        sizes = cls(spec=spec, tiles=tiles, decode=decode, num_processors=num_processors, items=empty, launch=launch)
+        sizes = cls(
+            spec=spec, tiles=tiles, decode=decode, max_num_seqs=max_num_seqs, num_processors=num_processors,
+            items=empty, launch=launch,
+        )  # fmt: skip
         capacity = sizes.num_items(max_num_tokens, max_num_seqs)
         items = torch.zeros((capacity, ITEM_WIDTH.value), dtype=torch.int32, device=device)
         return replace(sizes, items=items)
@@ -113,13 +117,8 @@ class WorkList:
             metadata.slot_mapping,
             metadata.paged_kv_indices,
         )
-        self.launch(
-            (known.constants["BLOCK_B"], *alignment(*inputs)),
-            known.grid,
-            (*inputs, pages, self.items, num_pages, *known.numbers),
-            known.constants,
-            {"num_warps": 4},
-        )
+        arguments = (*inputs, pages, self.items, num_pages, *known.numbers)
+        self.launch(known.constants["BLOCK_B"], known.grid, arguments, known.constants, {"num_warps": 4})
 
     def _launch_of(self, num_tokens: int, num_seqs: int) -> _Launch:
         num_items, tiles = self.num_items(num_tokens, num_seqs), self.tiles
@@ -134,7 +133,8 @@ class WorkList:
                 "UNIT": tiles.block_n,
                 "LEAST_UNITS": tiles.least_units,
                 "ENOUGH_UNITS": tiles.enough_units,
-                "BLOCK_B": max(32, triton.next_power_of_2(num_seqs)),
+                # Of decode's sizes every one is a bucket, and ready after the warm-up; others come as they like.
+                "BLOCK_B": max(32, triton.next_power_of_2(num_seqs if self.decode else self.max_num_seqs)),
                 "BLOCK_I": BLOCK_I,
             },
         )
