@@ -156,7 +156,7 @@ from xllm_attention import AttentionSpec
 from xllm_attention.backends.triton_backend.append import append_kernel
 from xllm_attention.backends.triton_backend.attend import attend_kernel
 from xllm_attention.backends.triton_backend.tiles import decode_tiles, prefill_tiles
-from xllm_attention.backends.triton_backend.worklist import worklist_kernel
+from xllm_attention.backends.triton_backend.worklist import ITEM_WIDTH, worklist_kernel
 
 def build(kernel, types, constants, options):
     names = kernel.arg_names
@@ -166,7 +166,10 @@ def build(kernel, types, constants, options):
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= 227 * 1024, (kernel.__name__, constants, compiled.metadata.shared)
-    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == constants.get("PDL", False)
+    before, wait, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    assert bool(wait) == constants.get("PDL", False)
+    # The item is read before the wait, and no more.
+    assert not wait or before.count("ld.global") <= ITEM_WIDTH.value, before.count("ld.global")
 
 kind, dtype, head_dim, group, window, cap, paged = eval(sys.argv[1])
 spec = AttentionSpec(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window,

@@ -5,6 +5,7 @@ A script of its own: `test_kernels` runs it in a process where Triton does not i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,7 +72,11 @@ def compile_case(kernel: Any, types: list[str], constants: list[Any], options: d
     pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
     attributes = {(index,): [["tt.divisibility", 16]] for index in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    assert triton.compile(source, target=TARGET, options=options).asm["cubin"]
+    compiled = triton.compile(source, target=TARGET, options=options).asm
+    assert compiled["cubin"]
+    before, wait, _ = compiled["ptx"].partition("griddepcontrol.wait")
+    assert bool(wait) == ("OVERLAP" in constexprs), kernel.__name__
+    assert not wait or not re.search(r"\b(ld|st|atom|red)\.global", before), f"{kernel.__name__} does not wait first"
 
 
 if __name__ == "__main__":
