@@ -76,7 +76,7 @@ def make_executor(place: ranks.Place, **options: object) -> tuple[ModelExecutor,
 def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
     """Runs the conformance suite; returns this rank's statistics.
 
-    Options: `cut_ops`; `rule`, the limits of an `TransportRule` to put in the place of the measured one.
+    Options: `cut_ops`; `rule`, the limits of a `TransportRule` to put in the place of the measured one.
     """
     if options.get("rule"):
         _sum_by(options["rule"], place)

@@ -26,8 +26,7 @@ class ExecutorConfig:
         graph_token_budget: the largest number of tokens to capture piecewise graphs for; a step of more runs eagerly.
         graph_cut_ops: names of ops that piecewise graphs leave to eager execution, such as "xllm::all_reduce_", with
             commas between them, where the device cannot capture them. Decode then runs piecewise too.
-        logits_in_graph: whether decode graphs compute the logits; False for a host that asks for hidden
-            states.
+        logits_in_graph: whether decode graphs compute the logits; False for a host that asks for hidden states.
         eager_is_error: a step that runs eagerly though a graph was asked for is an error.
         progress: show a progress bar of the warm-up on stderr.
         attention_backend: one of `xllm_attention.available_backends()`, a choice per phase such as

@@ -2,10 +2,9 @@
 
 Owns how a step is cut into items. An item is one tile of a sequence's query rows and one chunk of its keys; a tile
 whose keys are cut into several chunks is combined by whichever of its programs ends last. In decode a program attends
-a run of items, in other steps one. The list is made by a kernel
-from the device metadata, so that planning neither waits for the device nor holds host buffers that a running step
-still reads: it is ordered on the stream like any other work. How many items there are at most depends on the bucket
-only, so a captured launch is right for every length.
+a run of items, in other steps one. The list is made by a kernel from the device metadata, so that planning neither
+waits for the device nor holds host buffers that a running step still reads: it is ordered on the stream like any other
+work. How many items there are at most depends on the bucket only, so a captured launch is right for every length.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the list [capacity, ITEM_WIDTH] int32: one item is half a cache line. A query row is
-# a token and one head of a group: row = token * G + head.
+# Columns of the list [capacity, ITEM_WIDTH] int32: one item is half a cache line. A query row is a token and one head of
+# a group: row = token * G + head.
 TOKEN = tl.constexpr(0)  # the step's token that is the sequence's first
 NUM_ROWS = tl.constexpr(1)  # query rows of the sequence: its tokens times G
 PREFIX = tl.constexpr(2)  # KV length before the sequence's first token of this step
