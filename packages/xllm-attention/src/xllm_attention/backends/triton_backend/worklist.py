@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the list [capacity, ITEM_WIDTH] int32: one item is half a cache line. A query row is a token and one head of
-# a group: row = token * G + head.
+# Columns of the list [capacity, ITEM_WIDTH] int32: one item is half a cache line. A query row is a token and one head
+# of a group: row = token * G + head.
 TOKEN = tl.constexpr(0)  # the step's token that is the sequence's first
 NUM_ROWS = tl.constexpr(1)  # query rows of the sequence: its tokens times G
 PREFIX = tl.constexpr(2)  # KV length before the sequence's first token of this step
