@@ -41,17 +41,19 @@ def cases() -> Iterator[Case]:
         yield rotary._rotary_kernel, rotary_types, constants, {"num_warps": 2}
     for ranks in (2, 8):
         for span in shared_memory.REDUCE_SPANS:
-            constants = [1, ranks, 0, 256 * span, 128 * span, span // 2, 8]
             options = {"num_warps": min(span // 512, 16)}
-            yield shared_memory._launch_reduce._kernel, [B, "*i64", I, "i32"], constants, options
+            for kind, size in ((B, 2), (F, 4)):
+                constants = [1, ranks, 0, 256 * span, 128 * span, span // size, 16 // size]
+                yield shared_memory._launch_reduce._kernel, [kind, "*i64", I, "i32"], constants, options
         constants = [1, ranks, 0, 256 * 147456, 128 * 147456, 147456, 4096]
         yield shared_memory._launch_gather._kernel, [I, I, "*i64", I, "i32", "i32"], constants, {"num_warps": 16}
     for bias in (False, True):
         yield linear._vector_kernel, [B, B, B, B], [1024, 4096, 1024, 2, 1024, bias], {"num_warps": 4}
-        for block_k, split, stages in ((256, 1, 3), (64, 4, 5)):
-            constants = [2048, 2048, 1024, 2048, 16, 16, block_k, split, bias, "tf32"]
-            options = {"num_warps": split, "num_stages": stages}
-            yield linear._launch_rows._kernel, [B, B, B, B, "i32"], constants, options
+        for rows in (8, 16):
+            for block_k, split, stages in ((256, 1, 3), (64, 4, 5)):
+                constants = [2048, 2048, 1024, 2048, rows, 16, block_k, split, bias, "tf32"]
+                options = {"num_warps": split, "num_stages": stages}
+                yield linear._launch_rows._kernel, [B, B, B, B, "i32"], constants, options
     yield moe_layout._route_kernel, [B, B, I], [128, 128, 8, True, 128, 8], {"num_warps": 1}
     for pairs, experts in ((8, 128), (1, 1), (1024, 128), (13, 5)):
         count = pairs // 16 + min(pairs, experts)
