@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 #include <unistd.h>
@@ -135,7 +136,10 @@ std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const Rank
     share_threads(place);
     executor::LoadOptions load;
     load.model_path = options.model;
-    load.device = resolve_device(options, place).str();
+    const at::Device device = resolve_device(options, place);
+    // For good, on the thread that serves: nothing may come to lie on another device than the model's.
+    if (device.has_index()) c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+    load.device = device.str();
     load.dtype = options.dtype == "auto" ? "" : options.dtype;
     load.max_model_len = options.max_model_len.value_or(0);
     load.progress = isatty(STDERR_FILENO) == 1 && place.rank == 0;

@@ -1,6 +1,4 @@
 // The model that runs in embedded Python: one execute call a step.
-#include <c10/core/DeviceGuard.h>
-
 #include <cstdio>
 #include <utility>
 
@@ -15,8 +13,12 @@ namespace {
 using executor::PyCausalLM;
 using executor::PyExecutor;
 
-executor::Config executor_config(const WorkerOptions& options, const ServerFacts& facts) {
+// What gloo does, a device graph cannot hold.
+constexpr const char* kCollectives = "xllm::all_reduce_,xllm::all_gather";
+
+executor::Config executor_config(const WorkerOptions& options, const ServerFacts& facts, bool leaves_out_collectives) {
   return {{"python_graph_backend", options.python_graph_backend},
+          {"graph_cut_ops", leaves_out_collectives ? std::string(kCollectives) : std::string()},
           {"max_tokens_per_batch", options.max_tokens_per_batch},
           {"max_model_len", facts.max_model_len}};
 }
@@ -29,8 +31,9 @@ class PythonTensorModel : public TensorModel {
                     const std::vector<std::vector<at::Tensor>>& caches,
                     std::optional<executor::TensorParallelGroup> group)
       : model_(std::move(model)),
-        guard_(model_.device()),
-        executor_(model_, executor_config(options, facts), options.max_seqs_per_batch),
+        executor_(model_,
+                  executor_config(options, facts, group && model_.device().is_cuda() && options.tp_backend == "gloo"),
+                  options.max_seqs_per_batch),
         group_(std::move(group)) {
     executor_.bind_kv_caches(caches);
     executor_.warmup();
@@ -51,7 +54,6 @@ class PythonTensorModel : public TensorModel {
 
  private:
   PyCausalLM model_;
-  c10::DeviceGuard guard_;  // kernels that Python launches go to the current device
   PyExecutor executor_;
   std::optional<executor::TensorParallelGroup> group_;
 };

@@ -1,7 +1,6 @@
 #include "sampler.h"
 
 #include <ATen/ops/max.h>
-#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -15,8 +14,8 @@ std::vector<int32_t> sample_greedy(const at::Tensor& logits) {
   if (logits.size(0) == 0) return {};
   // max() propagates NaN and gives the first of equal values.
   const auto [values, indices] = at::max(logits, /*dim=*/-1);
-  const at::Tensor tokens =
-      at::where(values.isnan(), static_cast<int64_t>(StepModel::kNotANumber), indices).to(at::kInt).cpu();
+  // The number goes into the kernel: as an operand of where() it would be copied to the device, which waits.
+  const at::Tensor tokens = indices.masked_fill(values.isnan(), StepModel::kNotANumber).to(at::kInt).cpu();
   const int32_t* data = tokens.const_data_ptr<int32_t>();
   return {data, data + tokens.numel()};
 }

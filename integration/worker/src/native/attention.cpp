@@ -5,7 +5,6 @@
 #include <ATen/ops/einsum.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -186,10 +185,11 @@ class DenseDecodePlan : public AttentionPlan {
     const at::Tensor wanted = first_pages + at::arange(num_pages, longs);
     pages_ = at::zeros_like(wanted);
     if (metadata.paged_kv_indices().numel() > 0) {
-      const at::Tensor exists = wanted * page_size < kv_lens;
-      const at::Tensor places = at::where(exists, table_begins + wanted, 0);
+      // Filled rather than chosen from two: a number as an operand would be copied to the device, which waits.
+      const at::Tensor missing = wanted * page_size >= kv_lens;
+      const at::Tensor places = (table_begins + wanted).masked_fill(missing, 0);
       const at::Tensor listed = metadata.paged_kv_indices().index_select(0, places.flatten()).view_as(places);
-      pages_ = at::where(exists, listed.to(at::kLong), 0);
+      pages_ = listed.to(at::kLong).masked_fill(missing, 0);
     }
     const at::Tensor positions = first_pages * page_size + at::arange(num_pages * page_size, longs);
     hidden_ = (positions < first_keys).logical_or(positions >= kv_lens);
