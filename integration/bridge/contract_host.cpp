@@ -1,6 +1,9 @@
-// Shows the conversions and the mirror completion to tests: reads one JSON request a line, answers with one a line.
+// Shows the conversions, the mirror completion and the device of each call to tests: reads one JSON request a line,
+// answers with one a line.
 //
 //   contract_host EXECUTABLE < requests
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/FakeGuardImpl.h>
 #include <pybind11/embed.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -10,6 +13,7 @@
 #include <vector>
 
 #include "convert.h"
+#include "xllm/executor/executor.h"
 #include "xllm/executor/python_runtime.h"
 #include "xllm/metadata/attention_metadata.h"
 #include "xllm/metadata/host_mirrors.h"
@@ -87,6 +91,72 @@ py::object complete(const py::dict& request) {
   return answer;
 }
 
+using Devices = c10::impl::FakeGuardImpl<c10::DeviceType::PrivateUse1>;  // eight, each with a number and nothing else
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Devices)
+
+// A model and an executor that note which device is current in each call.
+constexpr const char* kNoting = R"(
+import types
+import torch
+import xllm_executor
+import xllm_models
+
+class Config:
+    def to_model_args(self):
+        return {"model_type": "noting"}
+
+def load_model(path, **options):
+    def compute_logits(hidden, indices):
+        note("logits")
+        return hidden
+
+    return types.SimpleNamespace(
+        config=Config(), attention_specs=[], dtype=torch.float32, device=torch.device(options["device"]),
+        compute_logits=compute_logits)
+
+class ModelExecutor:
+    def __init__(self, model, config, max_seqs_per_batch):
+        note("executor")
+
+    def bind_kv_caches(self, caches):
+        note("bind_kv_caches")
+
+    def warmup(self):
+        note("warmup")
+
+    def execute(self, tokens, positions, metadata, logits_indices=None):
+        note("execute")
+        return tokens
+
+    def shutdown(self):
+        note("shutdown")
+
+xllm_models.load_model = load_model
+xllm_executor.ModelExecutor = ModelExecutor
+)";
+
+// For a model on device 2, while device 1 is current here: which device is current in each call, and here afterwards.
+py::object current_devices() {
+  using xllm::executor::PyCausalLM;
+  py::dict devices;
+  py::dict globals;
+  globals["__builtins__"] = py::module_::import("builtins");
+  globals["note"] = py::cpp_function(
+      [devices](const std::string& call) { devices[py::str(call)] = Devices::getDeviceIndex(); });
+  py::exec(kNoting, globals);
+  Devices::setDeviceIndex(1);
+  const PyCausalLM model = PyCausalLM::load({.model_path = "none", .device = "privateuseone:2"});
+  xllm::executor::PyExecutor executor(model, {}, 1);
+  executor.bind_kv_caches({});
+  executor.warmup();
+  const at::Tensor any = at::empty({1}, at::kInt);
+  (void)executor.execute(any, any, {}, std::nullopt);
+  (void)model.logits(any, std::nullopt);
+  executor.shutdown();
+  devices["here"] = Devices::getDeviceIndex();
+  return devices;
+}
+
 py::object answer(const py::dict& request) {
   const auto call = request["call"].cast<std::string>();
   if (call == "model_args") {
@@ -97,6 +167,9 @@ py::object answer(const py::dict& request) {
   }
   if (call == "sample") {
     return round_trip<Sample>(request["value"]);
+  }
+  if (call == "devices") {
+    return current_devices();
   }
   return complete(request["value"].cast<py::dict>());
 }

@@ -1,4 +1,4 @@
-"""The C++ side of the contract: reflection to dicts and back, mirror completion, and what a step costs in tensors."""
+"""The C++ side of the contract: reflection to dicts and back, mirrors, devices, and what a step costs in tensors."""
 
 from __future__ import annotations
 
@@ -197,6 +197,12 @@ def test_mirrors_that_are_present_stay(ask: Ask) -> None:
 )
 def test_mirrors_that_cannot_be_completed_are_named(error_of: Ask, value: Any, error: str) -> None:
     assert error in error_of("mirrors", value)
+
+
+def test_python_runs_with_the_models_device_as_the_current_one(ask: Ask) -> None:
+    """A host's thread may have another device current, and keeps it. The devices are made up."""
+    calls = ("executor", "bind_kv_caches", "warmup", "execute", "logits", "shutdown")
+    assert ask("devices", None) == dict.fromkeys(calls, 2) | {"here": 1}
 
 
 def test_a_step_allocates_no_tensor(hosts: Path, run_program: Callable[..., Any]) -> None:

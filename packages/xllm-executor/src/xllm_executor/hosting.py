@@ -99,8 +99,10 @@ def metrics(stats: Mapping[str, Any]) -> dict[str, float]:
     numbers = dict(_flatten("", stats))
     numbers["memory.resident_bytes"] = float(_resident_bytes())
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        numbers["memory.device_allocated_bytes"] = float(torch.cuda.memory_allocated())
-        numbers["memory.device_reserved_bytes"] = float(torch.cuda.memory_reserved())
+        # Of all devices: the thread that asks need not have the model's as its current one.
+        devices = range(torch.cuda.device_count())
+        numbers["memory.device_allocated_bytes"] = float(sum(torch.cuda.memory_allocated(i) for i in devices))
+        numbers["memory.device_reserved_bytes"] = float(sum(torch.cuda.memory_reserved(i) for i in devices))
     return numbers
 
 

@@ -1,5 +1,6 @@
 #include "xllm/executor/causal_lm.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
@@ -70,6 +71,7 @@ void PyCausalLM::load_weights(const std::vector<const StateDict*>& state_dicts) 
 }
 
 at::Tensor PyCausalLM::logits(const at::Tensor& hidden, const std::optional<at::Tensor>& selected) const {
+  const c10::DeviceGuard guard(impl_->device);
   return with_gil([&] {
     const c10::NoGradGuard no_grad;
     const py::object indices = selected.has_value() ? py::cast(*selected) : py::object(py::none());

@@ -1,5 +1,6 @@
 #include "xllm/executor/executor.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -40,6 +41,10 @@ py::dict config_dict(const Config& config) {
 }  // namespace
 
 struct PyExecutor::Impl {
+  explicit Impl(c10::Device on) : device(on) {}
+
+  // The model's. Kernels go to the thread's current device, which a host need not have set on each of its threads.
+  c10::Device device;
   PythonObject executor;
   PythonObject execute;  // the bound method, looked up once
   // Guarded by the GIL, since health is asked for beside steps.
@@ -64,7 +69,8 @@ PyExecutor& PyExecutor::operator=(PyExecutor&&) noexcept = default;
 PyExecutor::~PyExecutor() = default;
 
 PyExecutor::PyExecutor(const PyCausalLM& model, const Config& config, int64_t max_seqs_per_batch)
-    : impl_(std::make_unique<Impl>()) {
+    : impl_(std::make_unique<Impl>(model.device())) {
+  const c10::DeviceGuard guard(impl_->device);
   with_gil([&] {
     py::object executor = py::module_::import("xllm_executor")
                               .attr("ModelExecutor")(model.impl_->model.get(), config_dict(config), max_seqs_per_batch);
@@ -75,6 +81,7 @@ PyExecutor::PyExecutor(const PyCausalLM& model, const Config& config, int64_t ma
 }
 
 void PyExecutor::bind_kv_caches(const std::vector<std::vector<at::Tensor>>& caches) {
+  const c10::DeviceGuard guard(impl_->device);
   with_gil([&] {
     py::list layers;
     for (const auto& tensors : caches) {
@@ -89,6 +96,7 @@ void PyExecutor::bind_kv_caches(const std::vector<std::vector<at::Tensor>>& cach
 }
 
 void PyExecutor::warmup() {
+  const c10::DeviceGuard guard(impl_->device);
   with_gil([&] { impl_->live().attr("warmup")(); });
 }
 
@@ -97,6 +105,7 @@ at::Tensor PyExecutor::execute(const at::Tensor& tokens,
                                const AttentionMetadata& metadata,
                                const std::optional<at::Tensor>& logits_indices) {
   const auto start = std::chrono::steady_clock::now();
+  const c10::DeviceGuard guard(impl_->device);
   return with_gil([&] {
     PyObject* const method = impl_->live_execute().ptr();
     const MetadataView view(metadata);
@@ -140,6 +149,7 @@ void PyExecutor::shutdown() {
   if (!impl_->executor) {
     return;
   }
+  const c10::DeviceGuard guard(impl_->device);
   with_gil([&] { impl_->live().attr("shutdown")(); });
   impl_->execute.reset();
   impl_->executor.reset();
