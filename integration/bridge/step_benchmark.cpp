@@ -1,12 +1,12 @@
 // What one step costs on the way from C++ to Python, beside a plain pybind11 call, in one run.
 //
-//   step_benchmark EXECUTABLE [STEPS] [REPEATS]
+//   step_benchmark EXECUTABLE [STEPS] [REPEATS] [DEVICE]
 //
 // baseline: a pybind11 call of a Python function with two tensors that Python has not seen yet.
 // step: PyExecutor::execute with an executor in Python that reads every core field and does nothing else; tokens,
 // positions, indices and all metadata tensors are new to Python in each step, and so is the view.
-// Both take the GIL per call, as a host's thread does. Tensors are made outside of the timed part: making them is the
-// host's cost whatever it calls. Prints one JSON object.
+// Both take the GIL per call, as a host's thread does. The tensors lie on DEVICE, but for the host mirrors. Tensors are
+// made outside of the timed part: making them is the host's cost whatever it calls. Prints one JSON object.
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -45,7 +45,7 @@ class Config:
 
 def load_model(path, **options):
     return types.SimpleNamespace(
-        config=Config(), attention_specs=[], dtype=torch.float32, device=torch.device("cpu"))
+        config=Config(), attention_specs=[], dtype=torch.float32, device=torch.device(options["device"]))
 
 class ModelExecutor:
     def __init__(self, model, config, max_seqs_per_batch):
@@ -82,26 +82,28 @@ struct Step {
   AttentionMetadata metadata;
 };
 
-at::Tensor fresh() { return at::empty({8}, at::kInt); }
+at::Tensor fresh(c10::Device device = at::kCPU) {
+  return at::empty({8}, at::TensorOptions().dtype(at::kInt).device(device));
+}
 
-std::vector<Step> make_steps(int64_t count, bool decode) {
+std::vector<Step> make_steps(int64_t count, bool decode, c10::Device device) {
   std::vector<Step> steps(static_cast<std::size_t>(count));
   for (Step& step : steps) {
-    step.tokens = fresh();
-    step.positions = fresh();
-    step.logits_indices = fresh();
-    step.metadata.slot_mapping(fresh())
-        .paged_kv_indptr(fresh())
-        .paged_kv_indices(fresh())
-        .paged_kv_last_page_len(fresh())
-        .kv_cu_seq_lens(fresh())
+    step.tokens = fresh(device);
+    step.positions = fresh(device);
+    step.logits_indices = fresh(device);
+    step.metadata.slot_mapping(fresh(device))
+        .paged_kv_indptr(fresh(device))
+        .paged_kv_indices(fresh(device))
+        .paged_kv_last_page_len(fresh(device))
+        .kv_cu_seq_lens(fresh(device))
         .kv_seq_lens_host(fresh())
         .paged_kv_indptr_host(fresh())
         .paged_kv_last_page_len_host(fresh())
         .max_query_len(1)
         .max_seq_len(8);
     if (!decode) {
-      step.metadata.qo_indptr(fresh()).qo_indptr_host(fresh()).is_chunked_prefill(true);
+      step.metadata.qo_indptr(fresh(device)).qo_indptr_host(fresh()).is_chunked_prefill(true);
     }
   }
   return steps;
@@ -110,11 +112,11 @@ std::vector<Step> make_steps(int64_t count, bool decode) {
 // Mean time of a call over `count` steps. Inputs are made a few at a time and right before their calls, as a host makes
 // them: thousands at once would measure how a cold cache reads tensors.
 template <class Call>
-double microseconds_each(int64_t count, bool decode, Call&& call) {
+double microseconds_each(int64_t count, bool decode, c10::Device device, Call&& call) {
   constexpr int64_t kBatch = 8;
   std::chrono::duration<double, std::micro> elapsed{};
   for (int64_t done = 0; done < count; done += kBatch) {
-    const std::vector<Step> inputs = make_steps(kBatch, decode);
+    const std::vector<Step> inputs = make_steps(kBatch, decode, device);
     const auto start = std::chrono::steady_clock::now();
     for (const Step& step : inputs) {
       call(step);
@@ -152,6 +154,7 @@ double median(std::vector<double> values) {
 int main(int argc, char** argv) {
   const int64_t steps = argc > 2 ? std::stoll(argv[2]) : 2000;
   const int64_t repeats = argc > 3 ? std::stoll(argv[3]) : 5;
+  const c10::Device device(argc > 4 ? argv[4] : "cpu");
   xllm::executor::PythonRuntime::start({.executable = argc > 1 ? argv[1] : ""});
   py::object function;
   {
@@ -161,24 +164,24 @@ int main(int argc, char** argv) {
     py::exec(kTrivial, globals);
     function = globals["baseline"];
   }
-  const PyCausalLM model = PyCausalLM::load({.model_path = "none"});
+  const PyCausalLM model = PyCausalLM::load({.model_path = "none", .device = device.str()});
   PyExecutor executor(model, {}, 1);
 
   std::vector<double> baseline;
   std::vector<double> decode;
   std::vector<double> mixed;
   for (int64_t repeat = 0; repeat < repeats; ++repeat) {
-    baseline.push_back(microseconds_each(steps, true, [&](const Step& step) {
+    baseline.push_back(microseconds_each(steps, true, device, [&](const Step& step) {
       const py::gil_scoped_acquire gil;
       (void)function(step.tokens, step.positions).cast<at::Tensor>();
     }));
     for (std::vector<double>* times : {&decode, &mixed}) {
-      times->push_back(microseconds_each(steps, times == &decode, [&](const Step& step) {
+      times->push_back(microseconds_each(steps, times == &decode, device, [&](const Step& step) {
         (void)executor.execute(step.tokens, step.positions, step.metadata, step.logits_indices);
       }));
     }
   }
-  const std::vector<Step> inputs = make_steps(1, false);
+  const std::vector<Step> inputs = make_steps(1, false, device);
   const int64_t allocations = allocations_in([&] {
     (void)executor.execute(inputs[0].tokens, inputs[0].positions, inputs[0].metadata, inputs[0].logits_indices);
   });
