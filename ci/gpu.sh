@@ -1,28 +1,38 @@
 #!/usr/bin/env bash
 # GPU tests and benchmarks on a host without a package registry: nothing is installed but wheels that lie in .wheels/.
 #
-#   ci/gpu.sh [--attention] [--graph] [--models] [--integration] [--bench-attention] [--bench-ops] [--bench-sweep]
-#             [--tp N] [--bench-collectives N] [--out DIR]
+#   ci/gpu.sh [--attention] [--graph] [--models] [--integration] [--worker] [--bench-attention] [--bench-ops]
+#             [--bench-sweep] [--tp N] [--bench-collectives N] [--device cpu] [--out DIR]
 #
-# Without a part, all tests run, and no benchmark. --tp N runs the tests and the sweep of N ranks on N GPUs. What was
-# found goes to DIR as JSON. A host without the history says in XLLM_COMMIT which commit this is. The host brings python3
-# with torch, triton, pytest and hypothesis (pytest-xdist and pytest-timeout are used where present).
+# Without a part, all tests run, and no benchmark. --worker builds the C++ worker and the bridge's step benchmark with the
+# host's cmake and compiler and runs both; with --device cpu a machine without a GPU does the same. --tp N runs the tests
+# and the sweep of N ranks on N GPUs. What was found goes to DIR as JSON. A host without the history says in XLLM_COMMIT
+# which commit this is. The host brings python3 with torch, triton, transformers, pytest and hypothesis (pytest-xdist and
+# pytest-timeout are used where present); for --worker also cmake, ninja or make, a C++20 compiler, a shared libpython
+# with its headers, and the wheel nlohmann-json.
 # FlashInfer comes as wheels (flashinfer-python, apache-tvm-ffi); kernels that it
 # has compiled before may lie in .wheels/flashinfer-aot/NAME/NAME.so, which saves their compilation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-parts=() out=benchmarks/results tp=2
+parts=() out=benchmarks/results tp=2 device=cuda name=h200
 while [ $# -gt 0 ]; do
   case "$1" in
     --out) out="$2"; shift ;;
+    --device) device="$2" name="$2"; shift ;;
     --tp | --bench-collectives) tp="$2"; parts+=("${1#--}"); shift ;;
-    --attention | --graph | --models | --integration | --bench-attention | --bench-ops | --bench-sweep) parts+=("${1#--}") ;;
+    --attention | --graph | --models | --integration | --worker | --bench-attention | --bench-ops | --bench-sweep)
+      parts+=("${1#--}")
+      ;;
     *) echo "unknown argument: $1" >&2; exit 2 ;;
   esac
   shift
 done
-[ ${#parts[@]} -gt 0 ] || parts=(attention graph models integration)
+[ ${#parts[@]} -gt 0 ] || parts=(attention graph models integration worker)
+if [ "$device" != cuda ] && [ "${parts[*]}" != worker ]; then
+  echo "--device $device: on this device there is --worker alone" >&2
+  exit 2
+fi
 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -34,21 +44,56 @@ if compgen -G ".wheels/*.whl" >/dev/null; then
   fi
 fi
 sources=$(printf '%s:' "$PWD"/packages/*/src)
-export PYTHONPATH="$site:$sources$PWD/integration/python" PYTHONUNBUFFERED=1 XLLM_GPU_TESTS=1
+export PYTHONPATH="$site:$sources$PWD/integration/python" PYTHONUNBUFFERED=1
 # No NVLink multicast: nothing here needs it, and a program that ends badly can leave it unusable for others.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
-python3 -c 'import torch; assert torch.cuda.is_available(), "torch finds no CUDA device"; print(torch.cuda.get_device_name())'
+if [ "$device" = cuda ]; then
+  export XLLM_GPU_TESTS=1
+  python3 -c 'import torch; assert torch.cuda.is_available(), "torch finds no CUDA device"; print(torch.cuda.get_device_name())'
+fi
 
 gpu_tests() { # PART FOLDER WORKERS [MARKER]
-  local options=(-q -m "${4:-gpu}" -p no:cacheprovider --junit-xml "$site/$1.xml") code=0
+  local options=(-q -m "${4:-gpu}" -p no:cacheprovider --junit-xml "$site/$1.xml" -o junit_family=xunit1) code=0
   if python3 -c 'import pytest_benchmark' 2>/dev/null; then options+=(-p no:benchmark); fi
   if python3 -c 'import pytest_timeout' 2>/dev/null; then options+=(--timeout 200 --timeout-method thread); fi
   if [ "$3" -gt 1 ] && python3 -c 'import xdist' 2>/dev/null; then options+=(-n "$3"); fi
   timeout --foreground 900 python3 -m pytest "${options[@]}" "$2" || code=$?
   # A run that was stopped leaves no report.
   if [ -f "$site/$1.xml" ]; then
-    python3 benchmarks/tested.py "$site/$1.xml" --out "$out/tests-$1-h200.json" || code=$?
+    python3 benchmarks/tested.py "$site/$1.xml" --device "$device" --out "$out/tests-$1-$name.json" || code=$?
   fi
+  return "$code"
+}
+
+build() { # SOURCE TARGET, with the host's own cmake and torch
+  local folder="build/${device}-${1##*/}" options
+  mapfile -t options < <(python3 ci/embedding.py)
+  [ ${#options[@]} -gt 0 ] || return 1
+  if command -v ninja >/dev/null; then options+=(-G Ninja); fi
+  options+=(-DCMAKE_BUILD_TYPE=Release "-Dxllm_executor_DIR=$(python3 -m xllm_executor --cmakedir)")
+  options+=("-DXLLM_JSON_INCLUDE_DIR=$PWD/build/json")
+  cmake -S "$1" -B "$folder" "${options[@]}" >"$site/$2.log" 2>&1 \
+    && cmake --build "$folder" --target "$2" --parallel "$(nproc)" >>"$site/$2.log" 2>&1 \
+    || { tail -40 "$site/$2.log"; return 1; }
+  echo "$2 is built after $SECONDS s"
+}
+
+worker() {
+  local code=0 bridge markers="gpu or multi_gpu"
+  if [ "$device" != cuda ]; then markers="not gpu and not multi_gpu"; fi
+  if [ ! -d build/json ]; then # apart from $site, which the next run has elsewhere
+    mkdir -p build && cp -r "$(python3 -c 'import nlohmann_json; print(nlohmann_json.get_include())')" build/json || return 1
+  fi
+  build integration/bridge step_benchmark &
+  bridge=$!
+  build integration/worker xllm_worker || code=$?
+  wait "$bridge" || code=$?
+  [ "$code" -eq 0 ] || return "$code"
+  export XLLM_WORKER="$PWD/build/${device}-worker/xllm_worker"
+  XLLM_NUM_GPUS=$(python3 -c 'import torch; print(torch.cuda.device_count())') \
+    gpu_tests worker integration/tests/test_devices.py 8 "$markers" || code=$?
+  python3 benchmarks/step.py "build/${device}-bridge/step_benchmark" --device "$device" --out "$out/step-$name.json" \
+    || code=$?
   return "$code"
 }
 
@@ -63,7 +108,8 @@ run_part() {
     attention) gpu_tests attention packages/xllm-attention/tests 12 ;;
     graph) gpu_tests graph packages/xllm-graph/tests 3 ;;
     models) gpu_tests models packages/xllm-models/tests 1 ;;
-    integration) gpu_tests integration integration 8 ;;
+    integration) gpu_tests integration integration/graph 8 ;;
+    worker) worker ;;
     bench-attention) python3 benchmarks/attention.py --out "$out/attention-h200.json" ;;
     bench-ops) python3 benchmarks/ops.py --device cuda --out "$out/ops-h200.json" ;;
     bench-sweep) sweep sweep ;;

@@ -11,9 +11,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 REPO = Path(__file__).parents[1]
 sys.path.insert(0, str(REPO / "integration" / "python"))
+
+GPU_ASKED_FOR = os.environ.get("XLLM_GPU_TESTS") == "1"
+SEVERAL_ASKED_FOR = GPU_ASKED_FOR and os.environ.get("XLLM_NUM_GPUS", "1") != "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu run only where XLLM_GPU_TESTS=1 asks, multi_gpu where XLLM_NUM_GPUS is more than 1 besides."""
+    unwanted = {name for name, wanted in (("gpu", GPU_ASKED_FOR), ("multi_gpu", SEVERAL_ASKED_FOR)) if not wanted}
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A GPU run without a GPU fails; it does not skip."""
+    needed = 2 if item.get_closest_marker("multi_gpu") else int(item.get_closest_marker("gpu") is not None)
+    if torch.cuda.device_count() < needed:
+        pytest.fail(f"this test was asked for and needs {needed} CUDA devices; torch finds {torch.cuda.device_count()}")
 
 
 @pytest.fixture(scope="session")

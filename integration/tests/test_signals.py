@@ -84,8 +84,17 @@ def test_an_idle_worker_ends_at_once(start: Start) -> None:
     assert stop(worker, signal.SIGTERM) == []
 
 
+def wait_for_main(worker: subprocess.Popen[str]) -> None:
+    """Until the program itself runs, which blocks the signals first; with libraries of CUDA that takes a while."""
+    status = Path(f"/proc/{worker.pid}/status")
+    while not int(status.read_text().split("SigBlk:")[1].split()[0], 16) >> (signal.SIGINT - 1) & 1:
+        assert worker.poll() is None
+        time.sleep(0.01)
+
+
 def test_a_worker_that_loads_ends_at_once(start: Start) -> None:
     worker = start()
+    wait_for_main(worker)
     time.sleep(0.3)
     assert stop(worker, signal.SIGINT) == []
     assert worker.stderr is not None
