@@ -81,9 +81,42 @@ assert loaded == ["worklist_kernel"], loaded
 """
 
 
-@pytest.mark.parametrize("script", [PREPARED, PLANNED], ids=["prepared", "planned"])
+CAPTURED = """
+from xllm_attention import AttentionSpec
+from xllm_attention.backends.triton_backend import backend as module
+from xllm_metadata import LayerCache, build_attention_metadata
+
+module.INTERPRETED = True  # else it refuses a CPU
+spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+backend = module.TritonBackend([spec, spec], device=torch.device("cpu"), dtype=torch.float16, max_num_seqs=4,
+                               max_num_tokens=16, max_model_len=64)
+backend._can_overlap = True
+backend.bind_kv_caches([LayerCache.from_tensors(tuple(torch.zeros(2, 32, 4, 2, 16, dtype=torch.float16)))] * 2)
+q, k = torch.zeros(2, 4, 16, dtype=torch.float16), torch.zeros(2, 2, 16, dtype=torch.float16)
+
+def run(graph, captured):
+    torch.cuda.is_current_stream_capturing = lambda: captured
+    loads, launches = len(loaded), len(launched)
+    for layer in (0, 1):
+        backend.run(q, k, k, torch.empty_like(q), layer)
+    assert len(launched) == launches + 2
+    return len(loaded) - loads
+
+step = build_attention_metadata([1, 1], [5, 9], [[0, 1], [2, 3, 4]], 4)
+backend.plan(step)
+assert run(False, False) == 1
+backend.plan(step, graph=True)
+assert run(True, False) == 1  # what the capture will launch
+assert run(True, True) == 0
+assert [call[-1] for call in launched[-2:]] == [True, True]  # PDL
+assert [call[-1] for call in launched[-4:-2]] == [False, False]
+"""
+
+
+@pytest.mark.parametrize("script", [PREPARED, PLANNED, CAPTURED], ids=["prepared", "planned", "captured"])
 def test_kernels_are_loaded_once(script: str) -> None:
-    """What was prepared is launched when it is called; steps of any size, laid anywhere, are planned by one kernel.
+    """What was prepared is launched when it is called; steps of any size, laid anywhere, are planned by one kernel;
+    attention has its kernels before a capture.
 
     In a process of its own: here the kernels are interpreted.
     """
