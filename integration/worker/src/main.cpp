@@ -161,7 +161,11 @@ int run(const std::vector<std::string>& args) {
     const RankPlace place = resolve_place(options, process_environment);
     if (place.size > 1) run_rank(options, args, place, signals);
     serve_alone(options, place, signals);
-    return exit_code_of(signals);
+    if (signals.received() != 0) {  // who stopped it waits for its end: no teardown of libraries, which can be slow
+      std::fflush(nullptr);
+      _exit(exit_code_of(signals));
+    }
+    return 0;
   } catch (const OptionError& error) {
     return report(error.what(), 2);
   } catch (const std::exception& error) {
