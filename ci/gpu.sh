@@ -79,7 +79,7 @@ build() { # SOURCE TARGET, with the host's own cmake and torch
 }
 
 worker() {
-  local code=0 bridge markers="gpu or multi_gpu"
+  local code=0 bridge workers=$(($(nproc) < 8 ? $(nproc) : 8)) markers="gpu or multi_gpu"
   if [ "$device" != cuda ]; then markers="not gpu and not multi_gpu"; fi
   if [ ! -d build/json ]; then # apart from $site, which the next run has elsewhere
     mkdir -p build && cp -r "$(python3 -c 'import nlohmann_json; print(nlohmann_json.get_include())')" build/json || return 1
@@ -91,7 +91,7 @@ worker() {
   [ "$code" -eq 0 ] || return "$code"
   export XLLM_WORKER="$PWD/build/${device}-worker/xllm_worker"
   XLLM_NUM_GPUS=$(python3 -c 'import torch; print(torch.cuda.device_count())') \
-    gpu_tests worker integration/tests/test_devices.py 8 "$markers" || code=$?
+    gpu_tests worker integration/tests/test_devices.py "$workers" "$markers" || code=$?
   python3 benchmarks/step.py "build/${device}-bridge/step_benchmark" --device "$device" --out "$out/step-$name.json" \
     || code=$?
   return "$code"
