@@ -81,8 +81,10 @@ build() { # SOURCE TARGET, with the host's own cmake and torch
 worker() {
   local code=0 bridge workers=$(($(nproc) < 8 ? $(nproc) : 8)) markers="gpu or multi_gpu"
   if [ "$device" != cuda ]; then markers="not gpu and not multi_gpu"; fi
-  if [ ! -d build/json ]; then # apart from $site, which the next run has elsewhere
-    mkdir -p build && cp -r "$(python3 -c 'import nlohmann_json; print(nlohmann_json.get_include())')" build/json || return 1
+  if [ ! -d build/json ]; then # apart from $site, which the next run has elsewhere; not by import, which needs more
+    mkdir -p build
+    cp -r "$(python3 -c 'import importlib.util as u; print(u.find_spec("nlohmann_json").submodule_search_locations[0])')/include" \
+      build/json || return 1
   fi
   build integration/bridge step_benchmark &
   bridge=$!
