@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 # One thread: libgomp's spinning threads lose to anything else that runs on the machine.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-TENSOR_MODES = ("batch", "sample")
+TENSOR_MODES = ("batch", "sample", "in_flight")
 
 Json = Any
 Ask = Callable[[str, Json], Json]

@@ -126,3 +126,24 @@ def test_greedy_over_no_row_and_over_a_large_vocabulary(ask: Ask) -> None:
     row = [0.0] * 49_152
     row[40_000] = row[40_001] = 2.0
     assert ask("sample", {"logits": [row], "vocab_size": len(row), "dtype": "float32"}) == [40_000]
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "alive"),
+    [
+        pytest.param("cpu", [[True, 0]] * 3, [[0], [1], [2]], id="a CPU is never behind"),
+        pytest.param(
+            *("privateuseone:0", [[True, 0], [True, 0], [True, 1], [True, 3]], [[0], [0, 1], [1, 2], [3]]),
+            id="until the device has passed them",
+        ),
+        pytest.param(
+            *("privateuseone:0", [[False, 0], [True, 0], [True, 0], [True, 1]], [[0], [0, 1], [0, 1, 2], [2, 3]]),
+            id="a step that failed goes with the next",
+        ),
+    ],
+)
+def test_inputs_of_steps_live_until_the_device_has_passed_them(
+    ask: Ask, device: str, steps: list[list[Any]], alive: list[list[int]]
+) -> None:
+    """steps: whether each ends well, and how many that did the device has passed before it."""
+    assert ask("in_flight", {"device": device, "steps": steps}) == alive

@@ -1,13 +1,16 @@
-// Lets tests drive the worker's batch builder and sampler without a model.
-//   xllm_tensor_probe batch|sample   one JSON value in, one out, line by line
+// Lets tests drive the worker's batch builder, its sampler and what keeps inputs of running steps, without a model.
+//   xllm_tensor_probe batch|sample|in_flight   one JSON value in, one out, line by line
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cmath>
+#include <vector>
 
 #include "answer_lines.h"
 #include "batch_builder.h"
 #include "sampler.h"
+#include "steps_in_flight.h"
 
 namespace xllm::worker::probe {
 
@@ -69,9 +72,55 @@ json probe_sample(const json& input) {
   return sample_greedy(logits);
 }
 
+// A device of which only events matter: one has happened when the device has come to its place on the stream.
+class SlowDevice final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  static inline int64_t num_recorded = 0, num_passed = 0;
+
+  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
+  c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
+  c10::Device getDevice() const override { return {type(), 0}; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+    *event = new int64_t(++num_recorded);
+  }
+  bool queryEvent(void* event) const override { return *static_cast<int64_t*>(event) <= num_passed; }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<int64_t*>(event);
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, SlowDevice)
+
+// {"device", "steps": [[marked, marks that the device has passed before it]]} -> after each, the steps whose inputs live
+json probe_in_flight(const json& input) {
+  SlowDevice::num_recorded = SlowDevice::num_passed = 0;
+  StepsInFlight steps{at::Device(input.at("device").get<std::string>())};
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> inputs;
+  json answer = json::array();
+  for (const json& step : input.at("steps")) {
+    SlowDevice::num_passed = step.at(1);
+    Batch batch;
+    batch.tokens = at::empty({1}, at::kInt);
+    inputs.emplace_back(batch.tokens.getIntrusivePtr());
+    steps.hold(std::move(batch));
+    if (step.at(0)) steps.mark();
+    json alive = json::array();
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!inputs[i].expired()) alive.push_back(i);
+    }
+    answer.push_back(alive);
+  }
+  return answer;
+}
+
 int run(const std::string& mode) {
   if (mode == "batch") return answer_lines(probe_batch);
   if (mode == "sample") return answer_lines(probe_sample);
+  if (mode == "in_flight") return answer_lines(probe_in_flight);
   std::cerr << "error: unknown mode '" << mode << "'\n";
   return 2;
 }

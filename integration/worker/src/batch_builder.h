@@ -26,7 +26,8 @@ struct Batch {
   AttentionMetadata metadata;
 };
 
-// The copy to a CUDA device is asynchronous, ordered on the current stream; the host buffer lives on until it is done.
+// The copy to a CUDA device is asynchronous, ordered on the current stream; the host buffer's memory is not used for
+// another batch before it is done.
 Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device);
 
 }  // namespace xllm::worker

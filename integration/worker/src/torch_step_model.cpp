@@ -41,7 +41,9 @@ std::vector<NextToken> sample(const at::Tensor& logits, std::span<const Schedule
 
 at::Tensor StepExecutor::execute(std::span<const BatchEntry> entries) {
   try {
-    return model_->execute(build_batch(entries, block_size_, device_));
+    at::Tensor logits = model_->execute(in_flight_.hold(build_batch(entries, block_size_, device_)));
+    in_flight_.mark();
+    return logits;
   } catch (const c10::Error& error) {
     throw std::runtime_error(error.what_without_backtrace());
   }

@@ -10,6 +10,7 @@
 
 #include "batch_builder.h"
 #include "step_model.h"
+#include "steps_in_flight.h"
 
 namespace xllm::worker {
 
@@ -29,7 +30,7 @@ class TensorModel {
 class StepExecutor {
  public:
   StepExecutor(std::unique_ptr<TensorModel> model, int64_t block_size, at::Device device)
-      : model_(std::move(model)), block_size_(block_size), device_(device) {}
+      : model_(std::move(model)), block_size_(block_size), device_(device), in_flight_(device) {}
 
   // Throws std::exception with a message for people.
   at::Tensor execute(std::span<const BatchEntry> entries);
@@ -40,6 +41,7 @@ class StepExecutor {
   std::unique_ptr<TensorModel> model_;
   int64_t block_size_;
   at::Device device_;
+  StepsInFlight in_flight_;
 };
 
 // Lets the other ranks of a model compute the same steps.
