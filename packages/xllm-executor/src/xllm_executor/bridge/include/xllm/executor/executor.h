@@ -34,7 +34,8 @@ class PyExecutor {
   // Runs one step. tokens and positions are int32 [T] on the model's device. With logits_indices (int32 or int64 [n])
   // the result is logits [n, vocab] in the model's dtype, without it hidden states [T, hidden].
   // Inputs must be ready on the calling thread's current stream of that device, on which the result is ordered, and must
-  // stay unmodified until that stream has passed the step. Which device is current does not matter, and stays. The result is valid until the next execute.
+  // stay unmodified until that stream has passed the step. Which device is current does not matter, and stays. The
+  // result is valid until the next execute.
   // Throws PythonError for an exception in the step; the executor remains usable.
   [[nodiscard]] at::Tensor execute(const at::Tensor& tokens,
                                    const at::Tensor& positions,
