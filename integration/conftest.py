@@ -1,4 +1,4 @@
-"""What all integration tests share: the built worker and the text front's client.
+"""What all integration tests share: the built worker, the real checkpoint and the text front's client.
 
 XLLM_WORKER names a built worker; without it, one is built with cmake into the repository's build-worker folder.
 """
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 REPO = Path(__file__).parents[1]
-sys.path.insert(0, str(REPO / "integration" / "python"))
+FRONT = REPO / "integration" / "python"
+sys.path.insert(0, str(FRONT))
 
 GPU_ASKED_FOR = os.environ.get("XLLM_GPU_TESTS") == "1"
 SEVERAL_ASKED_FOR = GPU_ASKED_FOR and os.environ.get("XLLM_NUM_GPUS", "1") != "1"
@@ -48,3 +49,12 @@ def worker_path() -> Path:
     subprocess.run(configure, check=True, env=env)
     subprocess.run(["cmake", "--build", str(build), "--parallel", "2"], check=True, env=env)
     return build / "xllm_worker"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The real checkpoint, as the fetch command makes it."""
+    env = {**os.environ, "PYTHONPATH": str(FRONT)}
+    command = [sys.executable, "-m", "xllm_text", "fetch"]
+    result = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True)
+    return Path(result.stdout.strip())

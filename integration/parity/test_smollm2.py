@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-FRONT = Path(__file__).parents[1] / "python"
 LIMITS = ("--max_seqs_per_batch=4", "--max_model_len=256", "--num_blocks=64")
 TEXTS = ["The capital of France is", "Once upon a time, in a small village,", "def fibonacci(n):\n"]
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The real checkpoint, as the fetch command makes it."""
-    env = {**os.environ, "PYTHONPATH": str(FRONT)}
-    command = [sys.executable, "-m", "xllm_text", "fetch"]
-    result = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True)
-    return Path(result.stdout.strip())
 
 
 @pytest.fixture(scope="session")

@@ -160,3 +160,22 @@ def hf_greedy() -> Callable[[Path, list[list[int]], int, int | None], list[list[
         return outputs
 
     return generate
+
+
+@pytest.fixture
+def make_fragile(copy_of_llama: Path, tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
+    """`make_fragile(code)`: (checkpoint, plugin folder) of an out-of-tree model, FragileForCausalLM in `code`."""
+
+    def make(code: str) -> tuple[Path, Path]:
+        plugins = tmp_path / "plugins"
+        info = plugins / "fragile-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[xllm.models]\nFragileForCausalLM = fragile:FragileForCausalLM\n")
+        (plugins / "fragile.py").write_text(code)
+        config = json.loads((copy_of_llama / "config.json").read_text())
+        config["architectures"] = ["FragileForCausalLM"]
+        (copy_of_llama / "config.json").write_text(json.dumps(config))
+        return copy_of_llama, plugins
+
+    return make

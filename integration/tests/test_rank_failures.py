@@ -56,18 +56,10 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def fragile(copy_of_llama: Path, tmp_path: Path) -> tuple[Path, str]:
+def fragile(make_fragile: Callable[[str], tuple[Path, Path]]) -> tuple[Path, str]:
     """(checkpoint, flag) of the model above."""
-    plugins = tmp_path / "plugins"
-    info = plugins / "fragile-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[xllm.models]\nFragileForCausalLM = fragile:FragileForCausalLM\n")
-    (plugins / "fragile.py").write_text(PLUGIN)
-    config = json.loads((copy_of_llama / "config.json").read_text())
-    config["architectures"] = ["FragileForCausalLM"]
-    (copy_of_llama / "config.json").write_text(json.dumps(config))
-    return copy_of_llama, f"--python_model_path={plugins}"
+    model, plugins = make_fragile(PLUGIN)
+    return model, f"--python_model_path={plugins}"
 
 
 @pytest.fixture
@@ -178,31 +170,28 @@ def test_a_rank_killed_at_load(fragile: tuple[Path, str], start: Start) -> None:
     assert "error: rank 1 is gone: killed by signal 9 (Killed)" in errors
 
 
-def test_a_rank_that_hangs(fragile: tuple[Path, str], start: Start) -> None:
-    worker = start(*fragile, "--tp_size=2", "--tp_timeout=3")
+@pytest.mark.parametrize(
+    ("token", "flags", "message"),
+    [
+        pytest.param(17, ["--tp_timeout=3"], "error: rank 1 gave no sign of life for 3 s", id="hangs"),
+        pytest.param(
+            23,
+            ["--tp_timeout=3"],
+            "error: step 1 did not end within 3 s: rank 1 did not come to where the others wait",
+            id="does-not-come-to-a-collective",
+        ),
+        pytest.param(19, [], "rank 1 failed in step 1: ArithmeticError: 19 is not a lucky token", id="fails-alone"),
+    ],
+)
+def test_a_rank_goes_wrong_in_a_step(
+    fragile: tuple[Path, str], start: Start, token: int, flags: list[str], message: str
+) -> None:
+    worker = start(*fragile, "--tp_size=2", *flags)
     read(worker)
     begin = time.monotonic()
-    send(worker, REQUEST | {"token_ids": [5, 17]})
+    send(worker, REQUEST | {"token_ids": [5, token]})
     _, errors = ends(worker, begin)
-    assert "error: rank 1 gave no sign of life for 3 s" in errors
-
-
-def test_a_rank_that_does_not_come_to_a_collective(fragile: tuple[Path, str], start: Start) -> None:
-    worker = start(*fragile, "--tp_size=2", "--tp_timeout=3")
-    read(worker)
-    begin = time.monotonic()
-    send(worker, REQUEST | {"token_ids": [5, 23]})
-    _, errors = ends(worker, begin)
-    assert "error: step 1 did not end within 3 s: rank 1 did not come to where the others wait" in errors
-
-
-def test_a_rank_that_fails_alone(fragile: tuple[Path, str], start: Start) -> None:
-    worker = start(*fragile, "--tp_size=2")
-    read(worker)
-    begin = time.monotonic()
-    send(worker, REQUEST | {"token_ids": [5, 19]})
-    _, errors = ends(worker, begin)
-    assert "rank 1 failed in step 1: ArithmeticError: 19 is not a lucky token" in errors
+    assert message in errors
 
 
 def test_a_step_that_fails_on_all_ranks_costs_its_requests_only(fragile: tuple[Path, str], start: Start) -> None:

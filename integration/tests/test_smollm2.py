@@ -29,15 +29,6 @@ TEXTS = [
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The real checkpoint, as the fetch command makes it."""
-    env = {**os.environ, "PYTHONPATH": str(FRONT)}
-    command = [sys.executable, "-m", "xllm_text", "fetch"]
-    result = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True)
-    return Path(result.stdout.strip())
-
-
-@pytest.fixture(scope="session")
 def prompts(smollm2: Path) -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     return [tokenizer.encode(text).ids for text in TEXTS]

@@ -59,18 +59,9 @@ class FragileForCausalLM(LlamaForCausalLM):
 
 
 @pytest.fixture
-def fragile(copy_of_llama: Path, tmp_path: Path) -> tuple[Path, Path]:
+def fragile(make_fragile: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
     """(checkpoint, plugin folder): a model outside the packages that throws at token 13 and gives NaN at token 17."""
-    plugins = tmp_path / "plugins"
-    info = plugins / "fragile-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[xllm.models]\nFragileForCausalLM = fragile:FragileForCausalLM\n")
-    (plugins / "fragile.py").write_text(PLUGIN)
-    config = json.loads((copy_of_llama / "config.json").read_text())
-    config["architectures"] = ["FragileForCausalLM"]
-    (copy_of_llama / "config.json").write_text(json.dumps(config))
-    return copy_of_llama, plugins
+    return make_fragile(PLUGIN)
 
 
 def test_a_python_exception_fails_its_step_and_the_worker_goes_on(
