@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,21 +42,14 @@ class TorchOneShot:
         self._memory = memory.view(torch.bfloat16)
         self._name = group.group_name
 
-    def all_reduce_(self, x: torch.Tensor) -> str:
-        """See `xllm_models.ops.Transport`."""
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        """Sum x in place."""
         shared = self._memory[: x.numel()].view(x.shape)
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._name, x)
-        return "torch_one_shot"
-
-    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
-        """There is none."""
-        raise NotImplementedError
 
 
-def transports(device: torch.device) -> dict[str, Transport]:
-    """Every way as a transport that knows no other, the group's own first."""
-    group = distributed.group.WORLD
-    assert group is not None
+def transports(group: distributed.ProcessGroup, device: torch.device) -> dict[str, Transport]:
+    """Every way of ours as a transport that knows no other, the group's own first."""
     own = GroupTransport(group)
     ways: dict[str, Transport] = {own.name: own}
     if "symmetric memory" in str(group_stats()["tp"]["transport"]).split(",")[0]:
@@ -64,22 +58,26 @@ def transports(device: torch.device) -> dict[str, Transport]:
                 one_shot_max_bytes=one_shot, two_shot_max_bytes=BUFFER_BYTES, gather_max_bytes=GATHER_BYTES
             )
             ways[name] = SymmetricTransport(group, device, rule)
-        ways["torch_one_shot"] = TorchOneShot(group, device)
     return ways
 
 
 def measure(place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for every way and payload, on one rank."""
     device = torch.device(place.device)
+    group = distributed.group.WORLD
+    assert group is not None
     rows = []
-    ways = transports(device)
-    for name, transport in ways.items():
+    ways = transports(group, device)
+    sums: dict[str, Callable[[torch.Tensor], object]] = {name: way.all_reduce_ for name, way in ways.items()}
+    if "one_shot" in ways:
+        sums["torch_one_shot"] = TorchOneShot(group, device).all_reduce_
+    for name, all_reduce_ in sums.items():
         for num_bytes in sorted(map(int, arguments.payloads.split(","))):
             if name == "one_shot" and num_bytes > ONE_SHOT_BYTES:
                 continue
             x = torch.full((num_bytes // 2048, 1024), place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
-            _check(transport, x.clone(), place.tp.size)
-            samples = _times(lambda x=x, transport=transport: transport.all_reduce_(x), arguments, device)
+            _check(all_reduce_, x.clone(), place.tp.size)
+            samples = _times(partial(all_reduce_, x), arguments, device)
             rows.append({"kind": "all_reduce", "name": name, "bytes": num_bytes, "us": _summary(samples)})
     return rows + _logits(ways, place, arguments)
 
@@ -92,7 +90,7 @@ def _logits(ways: dict[str, Transport], place: ranks.Place, arguments: argparse.
         shape = (num_rows, VOCABULARY // size)
         shard = torch.full(shape, place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
         for name, transport in ways.items():
-            if name in ("two_shot", "torch_one_shot"):
+            if name == "two_shot":  # gathers as one_shot does
                 continue
             out = shard.new_empty((size * num_rows, shape[1]))
 
@@ -108,8 +106,8 @@ def _logits(ways: dict[str, Transport], place: ranks.Place, arguments: argparse.
     return rows
 
 
-def _check(transport: Transport, x: torch.Tensor, size: int) -> None:
-    transport.all_reduce_(x)
+def _check(all_reduce_: Callable[[torch.Tensor], object], x: torch.Tensor, size: int) -> None:
+    all_reduce_(x)
     expected = size * (size + 1) / 2
     if not bool((x == expected).all()):
         raise RuntimeError(f"{x.numel() * 2} bytes: the sum is {x.flatten()[:4].tolist()}, not {expected}")
