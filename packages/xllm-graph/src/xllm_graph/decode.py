@@ -225,7 +225,9 @@ class DecodeGraphRunner:
         rows: torch.Tensor | None = None,
     ) -> None:
         self._bucket = bucket
-        if rows is not None and rows.dtype is not torch.int32:
+        if rows is None:
+            rows = self._inputs.no_rows  # what an earlier step asked for may be no row of this one
+        elif rows.dtype is not torch.int32:
             rows = rows.to(torch.int32)
         copies = self._inputs.copies(tokens, positions, bucket, rows)
         self._metadata.fill(metadata, num_tokens=bucket, num_seqs=bucket, beside=copies)

@@ -19,6 +19,7 @@ class TokenInputs:
         self._buffer = torch.zeros((3, max_num_tokens), dtype=torch.int32, device=device)
         self._zeros = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self.tokens, self.positions, self.rows = self._buffer.unbind()  # [max_num_tokens] int32 each
+        self.no_rows = self._zeros[:0]
 
     def copies(
         self,
@@ -32,12 +33,12 @@ class TokenInputs:
         Args:
             tokens, positions: [T] int32.
             num_tokens: the padded size.
-            rows: [n] int32, n at most `num_tokens`; none if None.
+            rows: [n] int32, n at most `num_tokens`; None leaves them alone, which is for steps that select none.
         """
         pairs = []
-        if rows is None:
-            rows = self._zeros[:0]  # what an earlier step asked for may be no row of this one
         for buffer, source in ((self.tokens, tokens), (self.positions, positions), (self.rows, rows)):
+            if source is None:
+                continue
             live = source.shape[0]
             if live:
                 pairs.append((buffer[:live], source))
