@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xllm_models.kernels import activation, linear, moe, moe_layout, norm, rotary, shared_memory
+from xllm_models.kernels import activation, embedding, linear, moe, moe_layout, norm, rotary, shared_memory
 from xllm_models.kernels.launcher import power_of_two
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -29,6 +29,9 @@ def cases() -> Iterator[Case]:
             yield norm._norm_kernel, [B, B, B, B, B, "fp32"], constants, {"num_warps": 4}
     for kind in ("silu", "tanh", "none"):
         yield activation._gated_kernel, [B, B], [6144, 3072, 1024, kind], {"num_warps": 4}
+    for ids in (I, "*i64"):
+        constants = [1024, 1, 1024, 1024]
+        yield embedding._launch._kernel, [ids, B, B, "i32", "i32"], constants, {"num_warps": 4}
     rotary_types = [B, B, B, B, I, F, B, B, "fp32"]
     for kind, half, rest in (
         ("no", 64, 0),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,41 @@ def test_linear_of_any_rows(dtype: torch.dtype) -> None:
     weight = random(16, 32, dtype=dtype)
     for shape in ((0, 32), (1, 32), (40, 32), (2, 3, 32)):
         agree("linear", random(*shape, dtype=dtype), weight, factor=2.0)
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("size", "start", "count"), [(32, 5, 6), (1500, 5, 4), (7, 5, 1), (7, 0, 6), (7, 30, 0)])
+def test_embedding_shard(dtype: torch.dtype, size: int, start: int, count: int, id_dtype: torch.dtype) -> None:
+    weight = random(6, size, dtype=dtype)
+    edges = (start, start + count - 1, start - 1, start + count, 0, start + 6, 31, -1, 2**31 - 1, start)
+    for number in (len(edges), 1, 0):
+        ids = torch.tensor(edges[:number], dtype=id_dtype)
+        got = agree("embedding_shard", ids, weight, start, count)
+        for row, index in zip(got.cpu(), edges, strict=False):
+            expected = weight[index - start] if start <= index < start + count else torch.zeros(size, dtype=dtype)
+            assert torch.equal(row, expected)
+
+
+def test_embedding_shard_of_views(dtype: torch.dtype) -> None:
+    ids = torch.arange(12)
+    agree("embedding_shard", ids[::2], random(6, 9, dtype=dtype)[1:, 2:], 3, 5)
+    agree("embedding_shard", ids[1:].view(1, 11), random(9, 6, dtype=dtype).t(), 3, 6)
+
+
+def test_embedding_shard_of_more_elements_than_int32_counts(dtype: torch.dtype, tmp_path: Path) -> None:
+    num_elements = 2**31 + 8
+    if DEVICE == "cuda":
+        memory = torch.empty(num_elements, dtype=dtype, device=DEVICE)
+    else:  # a sparse file: only what is written takes memory
+        memory = torch.from_file(str(tmp_path / "weight"), shared=True, size=num_elements, dtype=dtype)
+    weight = memory.as_strided((3, 8), (2**30, 1))
+    weight.copy_(random(3, 8, dtype=dtype))
+    ids = torch.tensor([12, 10, 13, 11], dtype=torch.int32, device=DEVICE)
+    got = LazyKernel(TRITON_KERNELS["embedding_shard"])(ids, weight, 10, 3)
+    want = random(3, 8, dtype=dtype)[[2, 0, 0, 1]]
+    want[2] = 0
+    assert isinstance(got, torch.Tensor)
+    assert torch.equal(got.cpu(), want)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 20])

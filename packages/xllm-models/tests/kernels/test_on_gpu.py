@@ -35,6 +35,7 @@ def calls(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, 
             heads[:, :4], heads[:, 4:6], weight[:16], weight[16:32], positions, table, 1e-6
         ),
         "linear": lambda: ops.linear(x, matrix, bias),
+        "embedding_shard": lambda: ops.embedding_shard(positions, x, num_tokens // 2, num_tokens - num_tokens // 2),
         "moe": lambda: ops.moe(x, router, gate_up, down, 2, True),
     }
 

@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from xllm_models import ops
+from xllm_models import TensorParallel, ops
 from xllm_models.ops.moe import moe_static
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -145,6 +145,39 @@ def test_linear_is_the_framework_s_product() -> None:
     assert torch.equal(ops.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
 
 
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("vocab_size", "size"), [(97, 2), (96, 4), (5, 4)])
+def test_embedding_shards_are_each_rank_s_rows_and_zeros(
+    vocab_size: int, size: int, rows: int, dtype: torch.dtype, id_dtype: torch.dtype
+) -> None:
+    whole = random(vocab_size, 9, dtype=dtype)
+    held = -(-vocab_size // size)
+    ids = torch.tensor([0, held - 1, held, vocab_size - 1, 2, 0, min(2 * held, vocab_size - 1)][:rows], dtype=id_dtype)
+    shards = []
+    for rank in range(size):
+        segment, num_rows = TensorParallel(rank=rank, size=size).cut_padded(vocab_size)
+        weight = torch.full((num_rows, 9), torch.nan, dtype=dtype)  # padding: no row of an id may show it
+        weight[: segment.count] = whole[segment.start : segment.start + segment.count]
+        shards.append(ops.embedding_shard(ids, weight, segment.start, segment.count))
+    owners = (ids // held).tolist()
+    want = torch.nn.functional.embedding(ids, whole)
+    for rank, got in enumerate(shards):
+        assert (got.shape, got.dtype) == ((rows, 9), dtype)
+        mine = torch.tensor([owner == rank for owner in owners], dtype=torch.bool)
+        assert torch.equal(got[mine], want[mine])
+        assert torch.equal(got[~mine], torch.zeros_like(got[~mine]))
+
+
+def test_an_embedding_shard_of_no_id_is_zero_and_bad_counts_are_named() -> None:
+    outside = torch.tensor([-1, 3, 9, 2**31 - 1], dtype=torch.int32)
+    assert torch.equal(ops.embedding_shard(outside, random(6, 4), 4, 5), torch.zeros(4, 4))
+    for count in (7, -1):
+        with pytest.raises(ValueError, match=f"count {count} is not within the weight's 6 rows"):
+            ops.embedding_shard(outside, random(6, 4), 4, count)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("num_features", [16, 12, 4])
@@ -180,6 +213,7 @@ def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None
         ("linear", (x, random(6, 32, dtype=dtype))),
         ("linear", (x, random(6, 32, dtype=dtype), random(6, dtype=dtype))),
     ]
+    cases += [("embedding_shard", (ids, random(6, 32, dtype=dtype), 2, 5)) for ids in (positions, positions.long())]
     gate_up, down = random(3, 16, 32, dtype=dtype), random(3, 32, 8, dtype=dtype)
     cases.append(("moe", (x, random(rows, 3, dtype=dtype), gate_up, down, 2, True)))
     if rows:  # opcheck itself fails on views without elements

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..ops import all_gather, all_reduce_, linear
+from ..ops import all_gather, all_reduce_, embedding_shard, linear
 from .parallel import Part, PartitionedModule, TensorParallel, row_parts
 
 
@@ -51,10 +51,8 @@ class VocabularyEmbedding(_VocabularyRows):
     def _rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return functional.embedding(input_ids, self.weight)
-        local = input_ids - self.segment.start
-        elsewhere = (local < 0) | (local >= self.segment.count)
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return all_reduce_(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp.group)
+        rows = embedding_shard(input_ids, self.weight, self.segment.start, self.segment.count)
+        return all_reduce_(rows, self.tp.group)
 
 
 class LMHead(_VocabularyRows):

@@ -17,6 +17,7 @@ from .collectives import (
     traffic,
     unregister_group,
 )
+from .embedding import embedding_shard
 from .linear import linear
 from .moe import moe
 from .norm import fused_add_rms_norm, rms_norm
@@ -33,6 +34,7 @@ __all__ = [
     "all_gather",
     "all_reduce_",
     "broadcast_",
+    "embedding_shard",
     "fused_add_rms_norm",
     "gelu_and_mul",
     "group_stats",
