@@ -1,4 +1,4 @@
-"""All-reduces and the gathering of logits between the ranks of one host, by every way there is.
+"""All-reduces, with norms behind them too, and the gathering of logits between ranks of one host, by every way.
 
     python benchmarks/collectives.py --tp 2 [--out benchmarks/results/collectives-tp2-h200.json]
 
@@ -22,10 +22,18 @@ import results as result_files
 import torch
 from torch import distributed
 
-from xllm_models.ops import GroupTransport, SymmetricTransport, Transport, TransportRule, group_stats
+from xllm_models.ops import (
+    GroupTransport,
+    SymmetricTransport,
+    Transport,
+    TransportRule,
+    fused_add_rms_norm,
+    group_stats,
+)
 
 PAYLOADS = (*(1 << exponent for exponent in range(11, 27)), 112 * 2048)  # bytes; the last is 112 rows of 1024
 VOCABULARY = 151936
+ROWS = (1, 8, 16, 112)  # of decode steps, as padded for a graph
 CALLS = 56  # in one graph, as two a layer in 28 layers
 BUFFER_BYTES = max(PAYLOADS)
 ONE_SHOT_BYTES, GATHER_BYTES = 4 << 20, 18 << 20  # what our kernels take
@@ -79,27 +87,47 @@ def measure(place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str,
             _check(all_reduce_, x.clone(), place.tp.size)
             samples = _times(partial(all_reduce_, x), arguments, device)
             rows.append({"kind": "all_reduce", "name": name, "bytes": num_bytes, "us": _summary(samples)})
-    return rows + _logits(ways, place, arguments)
+    return rows + _norms(ways, place, arguments) + _logits(ways, place, arguments)
+
+
+def _norms(ways: dict[str, Transport], place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A sum taken into the residual and normed, apart and, where there is such a kernel, at once."""
+    device = torch.device(place.device)
+    rows = []
+    for num_rows in ROWS:
+        x = torch.full((num_rows, 1024), place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
+        residual, weight = torch.ones_like(x), torch.ones(1024, dtype=x.dtype, device=device)
+        for name, transport in ways.items():
+            operands = (residual, weight, 1e-6, False)
+            calls = {name: partial(_apart, transport, x, *operands)}
+            fused = partial(transport.all_reduce_add_rms_norm, x, *operands)
+            if fused() is not None:
+                calls[f"{name}, fused"] = fused
+            for label, call in calls.items():
+                row = {"kind": "norm", "name": label, "rows": num_rows, "bytes": x.numel() * x.element_size()}
+                rows.append(row | {"us": _summary(_times(call, arguments, device))})
+    return rows
+
+
+def _apart(transport: Transport, x: torch.Tensor, *operands: Any) -> object:
+    transport.all_reduce_(x)
+    return fused_add_rms_norm(x, *operands)
 
 
 def _logits(ways: dict[str, Transport], place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The gathering of logits by the group and, where there is one, by the one-shot kernel; with their rows joined."""
     device, size = torch.device(place.device), place.tp.size
     rows = []
-    for num_rows in (1, 8, 16, 112):
+    for num_rows in ROWS:
         shape = (num_rows, VOCABULARY // size)
         shard = torch.full(shape, place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
         for name, transport in ways.items():
             if name == "two_shot":  # gathers as one_shot does
                 continue
-            out = shard.new_empty((size * num_rows, shape[1]))
-
-            def joined(transport: Transport = transport, out: torch.Tensor = out, x: torch.Tensor = shard) -> object:
-                transport.all_gather_into(out, x)
-                return torch.cat(out.view(size, *x.shape).unbind(), dim=1)
-
+            out = shard.new_empty((num_rows, size * shape[1]))
+            joined = partial(transport.all_gather_into, out, shard, 1)
             joined()
-            if out.float().mean(dim=1).view(size, num_rows)[:, 0].tolist() != [rank + 1.0 for rank in range(size)]:
+            if out.view(num_rows, size, -1).float().mean(dim=2)[0].tolist() != [rank + 1.0 for rank in range(size)]:
                 raise RuntimeError(f"{name} gathers {num_rows} rows wrongly")
             row = {"kind": "logits", "name": name, "rows": num_rows, "bytes": shard.numel() * shard.element_size()}
             rows.append(row | {"us": _summary(_times(joined, arguments, device))})
@@ -150,23 +178,32 @@ def _summary(samples: list[float]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: the ways side by side, then the logits."""
-    reduces = [row for row in rows if row["kind"] == "all_reduce"]
-    names = list(dict.fromkeys(row["name"] for row in reduces))
-    times = {(row["name"], row["bytes"]): row["us"]["median"] for row in reduces}
-    lines = ["| bytes | " + " | ".join(f"{name}, us" for name in names) + " |", "| --- |" + " --- |" * len(names)]
-    for num_bytes in sorted({row["bytes"] for row in reduces}):
-        cells = [f"{times[name, num_bytes]:.1f}" if (name, num_bytes) in times else "-" for name in names]
-        lines.append(f"| {num_bytes} | " + " | ".join(cells) + " |")
-    gathers = [row for row in rows if row["kind"] == "logits"]
-    times = {(row["name"], row["rows"]): row["us"]["median"] for row in gathers}
-    names = list(dict.fromkeys(row["name"] for row in gathers))
-    lines += ["", "| rows of logits | bytes of a rank | " + " | ".join(f"{name}, us" for name in names) + " |"]
-    lines.append("| --- | --- |" + " --- |" * len(names))
-    for num_rows, num_bytes in dict.fromkeys((row["rows"], row["bytes"]) for row in gathers):
-        cells = " | ".join(f"{times[name, num_rows]:.1f}" for name in names)
-        lines.append(f"| {num_rows} | {num_bytes} | {cells} |")
+    """Markdown: the ways of sums, of sums with a norm behind them, and of gathering logits."""
+    headed = (
+        ("all_reduce", "", ""),
+        ("norm", "rows of 1024, sum and norm", "rows"),
+        ("logits", "rows of logits", "rows"),
+    )
+    return "\n".join(
+        _side_by_side([row for row in rows if row["kind"] == kind], heading, key) for kind, heading, key in headed
+    )
+
+
+def _side_by_side(rows: list[dict[str, Any]], heading: str, key: str) -> str:
+    """The ways in columns, a line for each number of bytes, which follows another key where there is one."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    times = {(row["name"], row["bytes"]): row["us"]["median"] for row in rows}
+    keys = dict.fromkeys((*([row[key]] if key else []), row["bytes"]) for row in sorted(rows, key=_bytes))
+    columns = [*([heading] if key else []), "bytes of a rank", *(f"{name}, us" for name in names)]
+    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join(["---"] * len(columns)) + " |"]
+    for line in keys:
+        cells = [f"{times[name, line[-1]]:.1f}" if (name, line[-1]) in times else "-" for name in names]
+        lines.append("| " + " | ".join([*map(str, line), *cells]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _bytes(row: dict[str, Any]) -> int:
+    return int(row["bytes"])
 
 
 def main(command: list[str] | None = None) -> None:

@@ -14,7 +14,7 @@ using executor::PyCausalLM;
 using executor::PyExecutor;
 
 // What gloo does, a device graph cannot hold.
-constexpr const char* kCollectives = "xllm::all_reduce_,xllm::all_gather";
+constexpr const char* kCollectives = "xllm::all_reduce_,xllm::all_reduce_add_rms_norm_,xllm::all_gather";
 
 executor::Config executor_config(const WorkerOptions& options, const ServerFacts& facts, bool leaves_out_collectives) {
   return {{"python_graph_backend", options.python_graph_backend},

@@ -101,9 +101,9 @@ at::Tensor CausalLM::embed(const at::Tensor& tokens) {
 
 at::Tensor CausalLM::sum_over_ranks(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   if (collectives_.size() == 1) return project(x, weight, bias);
-  at::Tensor out = project(x, weight);
+  at::Tensor out = project(x, weight, collectives_.rank() == 0 ? bias : at::Tensor());
   collectives_.all_reduce(out);
-  return bias.defined() ? out + bias : out;
+  return out;
 }
 
 at::Tensor CausalLM::attend(const Layer& layer,

@@ -48,8 +48,12 @@ def cases() -> Iterator[Case]:
             for kind, size in ((B, 2), (F, 4)):
                 constants = [1, ranks, 0, 256 * span, 128 * span, span // size, 16 // size]
                 yield shared_memory._launch_reduce._kernel, [kind, "*i64", I, "i32"], constants, options
-        constants = [1, ranks, 0, 256 * 147456, 128 * 147456, 147456, 4096]
-        yield shared_memory._launch_gather._kernel, [I, I, "*i64", I, "i32", "i32"], constants, {"num_warps": 16}
+            for unit_offset in (False, True):
+                constants = [1, ranks, 0, 256 * span, 128 * span, span, 1024, 1024, unit_offset]
+                types = [B, B, B, B, B, "*i64", I, "i32", "i32", "fp32"]
+                yield shared_memory._launch_reduce_norm._kernel, types, constants, {"num_warps": 4}
+        constants = [1, ranks, 0, 256 * 147456, 128 * 147456, 147456, 1024]
+        yield shared_memory._launch_gather._kernel, [I, I, "*i64", I, *["i32"] * 3], constants, {"num_warps": 16}
     for bias in (False, True):
         yield linear._vector_kernel, [B, B, B, B], [1024, 4096, 1024, 2, 1024, bias], {"num_warps": 4}
         for rows in (8, 16):

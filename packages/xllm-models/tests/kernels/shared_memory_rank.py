@@ -10,11 +10,15 @@ from pathlib import Path
 
 import torch
 
+from xllm_models import ops
 from xllm_models.kernels import shared_memory
 
 # Elements of a call: one unit, part of a span, several spans of each kind, and back: the channels are used again.
 SIZES = (8, 40, 1024, 4096, 132 * 1024, 8, 8, 300 * 1024 + 8, 4096, 4096)
 GATHERED = (4, 40, 4096, 40 * 1024 + 4, 4096, 600 * 1024, 8, 8)
+GATHERED_COLUMNS = ((1, 4), (3, 20), (2, 4096), (5, 40 * 1024 + 4), (3, 8))
+NORMED = ((1, 64), (3, 40), (128, 8), (130, 40), (1, 300), (257, 4), (2, 64))  # a row each, several, and a part of them
+TOO_LARGE = (600, 4096)
 
 
 def value(rank: int, call: int, size: int) -> torch.Tensor:
@@ -45,11 +49,32 @@ def main(rank: int, files: list[Path]) -> None:
         for other in range(len(files)):
             expected += value(other, call, size)
         assert torch.equal(x, expected), (call, size, (x - expected).abs().max())
+    for call, shape in enumerate(NORMED):
+        size = shape[0] * shape[1]
+        terms = [value(other, call, size).view(shape) for other in range(len(files))]
+        residual, weight = value(90, call, size).view(shape), value(91, call, shape[1])
+        given = terms[rank].clone()
+        found = shared_memory.all_reduce_add_rms_norm(given, residual, weight, 1e-6, call % 2 == 1, channels)
+        assert found is not None
+        assert torch.equal(given, terms[rank])
+        summed = torch.zeros(shape)
+        for term in terms:
+            summed += term
+        expected = ops.fused_add_rms_norm(summed, residual, weight, 1e-6, call % 2 == 1)
+        assert torch.equal(found[1], expected[1]), (call, shape)
+        assert torch.allclose(found[0], expected[0], rtol=1e-5, atol=1e-6), (call, shape)
+    large = torch.zeros(TOO_LARGE)
+    assert shared_memory.all_reduce_add_rms_norm(large, large, large[0], 1e-6, False, channels) is None
     for call, size in enumerate(GATHERED):
         out = torch.empty(len(files) * size)
-        shared_memory.all_gather_into(out, value(rank, call, size), channels)
+        shared_memory.all_gather_into(out, value(rank, call, size), 0, channels)
         expected = torch.cat([value(other, call, size) for other in range(len(files))])
         assert torch.equal(out, expected), (call, size)
+    for call, shape in enumerate(GATHERED_COLUMNS):
+        parts = [value(other, call, shape[0] * shape[1]).view(shape) for other in range(len(files))]
+        out = torch.empty(shape[0], len(files) * shape[1])
+        shared_memory.all_gather_into(out, parts[rank], 1, channels)
+        assert torch.equal(out, torch.cat(parts, dim=1)), (call, shape)
 
 
 if __name__ == "__main__":

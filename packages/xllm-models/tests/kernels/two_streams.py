@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from xllm_models.kernels import shared_memory
+from xllm_models.kernels import norm, shared_memory
 
 NUM_RANKS = 2
 SUMS = ((1, 1024), (8, 1024), (112, 1024), (3, 40), (512, 1024), (2048, 1024), (1, 8))  # of every kind of channel
+NORMED = ((1, 1024), (112, 1024), (300, 1024), (3, 40))
 GATHERS = ((1, 75968), (8, 75968), (112, 75968), (1, 8))
+SHAPES = (*SUMS, *NORMED, *GATHERS)
+EPS = 1e-6
 NUM_REPLAYS = 20
 
 
@@ -24,45 +27,73 @@ def make_channels() -> tuple[torch.Tensor, list[shared_memory.Channels]]:
     ]
 
 
-def calls(inputs: list[torch.Tensor], outputs: list[torch.Tensor], channels: shared_memory.Channels) -> None:
-    for x in inputs[: len(SUMS)]:
-        shared_memory.all_reduce_(x, channels)
-    for x, out in zip(inputs[len(SUMS) :], outputs, strict=True):
-        shared_memory.all_gather_into(out, x, channels)
+def other_operands(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Residual and weight of a norm, the same on both ranks."""
+    generator = torch.Generator().manual_seed(shape[0])
+    return (
+        torch.randn(shape, generator=generator).bfloat16().cuda(),
+        torch.randn(shape[1], generator=generator).bfloat16().cuda(),
+    )
+
+
+OPERANDS = [other_operands(shape) for shape in NORMED]
+
+
+def calls(inputs: list[torch.Tensor], channels: shared_memory.Channels) -> list[torch.Tensor]:
+    """Sums in place; returns norms, then what was gathered."""
+    results = []
+    at = iter(inputs)
+    for _ in SUMS:
+        shared_memory.all_reduce_(next(at), channels)
+    for residual, weight in OPERANDS:
+        done = shared_memory.all_reduce_add_rms_norm(next(at), residual, weight, EPS, False, channels)
+        assert done is not None
+        results.extend(done)
+    for x in at:
+        out = x.new_empty((x.shape[0], NUM_RANKS * x.shape[1]))
+        shared_memory.all_gather_into(out, x, 1, channels)
+        results.append(out)
+    return results
 
 
 def load_kernels(memory: torch.Tensor, channels: list[shared_memory.Channels]) -> None:
     """Every variant once, one after another: loading code may wait for kernels that run, which would wait for it."""
     for rank in range(NUM_RANKS):
         memory.view(torch.int32).fill_(1 << 30)  # as if the other had come long ago
-        inputs = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in (*SUMS, *GATHERS)]
-        outputs = [x.new_empty((NUM_RANKS, *x.shape)) for x in inputs[len(SUMS) :]]
-        calls(inputs, outputs, channels[rank])
+        calls([torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES], channels[rank])
         torch.cuda.synchronize()
         channels[rank].counts.zero_()
     memory.zero_()
+
+
+def expected_of(terms: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The sums, and what `calls` returns."""
+    sums = [(first.float() + second.float()).bfloat16() for first, second in zip(*terms, strict=True)]
+    results = []
+    for x, (residual, weight) in zip(sums[len(SUMS) : len(SUMS) + len(NORMED)], OPERANDS, strict=True):
+        results.extend(norm.fused_add_rms_norm(x, residual, weight, EPS))
+    first_gather = len(SUMS) + len(NORMED)
+    results += [torch.cat(parts, dim=1) for parts in zip(*(mine[first_gather:] for mine in terms), strict=True)]
+    return sums[: len(SUMS)], results
 
 
 def main() -> None:
     memory, channels = make_channels()
     load_kernels(memory, channels)
     generator = torch.Generator().manual_seed(0)
-    values = [
-        [torch.randn(shape, generator=generator).bfloat16().cuda() for shape in (*SUMS, *GATHERS)]
-        for _ in range(NUM_RANKS)
-    ]
+    values = [[torch.randn(shape, generator=generator).bfloat16().cuda() for shape in SHAPES] for _ in range(NUM_RANKS)]
+    sums, expected = expected_of(values)
     inputs = [[x.clone() for x in mine] for mine in values]
-    outputs = [[x.new_empty((NUM_RANKS, *x.shape)) for x in mine[len(SUMS) :]] for mine in values]
-    graphs, streams = [], [torch.cuda.Stream() for _ in range(NUM_RANKS)]
+    results, graphs, streams = [], [], [torch.cuda.Stream() for _ in range(NUM_RANKS)]
     for rank, stream in enumerate(streams):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for x, value in zip(inputs[rank], values[rank], strict=True):
                 x.copy_(value)
-            calls(inputs[rank], outputs[rank], channels[rank])
+            results.append(calls(inputs[rank], channels[rank]))
         graphs.append(graph)
     for _ in range(NUM_REPLAYS):
-        for own in outputs:
+        for own in results:
             for out in own:
                 out.fill_(torch.nan)
         torch.cuda.synchronize()
@@ -70,12 +101,11 @@ def main() -> None:
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
-        for index in range(len(SUMS)):
-            expected = (values[0][index].float() + values[1][index].float()).bfloat16()
-            assert all(torch.equal(inputs[rank][index], expected) for rank in range(NUM_RANKS)), SUMS[index]
-        for index, shape in enumerate(GATHERS):
-            expected = torch.stack([values[rank][len(SUMS) + index] for rank in range(NUM_RANKS)])
-            assert all(torch.equal(outputs[rank][index], expected) for rank in range(NUM_RANKS)), shape
+        for rank in range(NUM_RANKS):
+            for x, wanted in zip(inputs[rank], sums, strict=False):
+                assert torch.equal(x, wanted), x.shape
+            for out, wanted in zip(results[rank], expected, strict=True):
+                assert torch.equal(out, wanted), out.shape
 
 
 if __name__ == "__main__":

@@ -31,10 +31,20 @@ def test_collectives_keep_their_schemas_and_fakes(group_of_one: str, rows: int) 
     x = torch.randn(rows, 4)
     torch.library.opcheck(torch.ops.xllm.all_reduce_.default, (x.clone(), group_of_one))
     torch.library.opcheck(torch.ops.xllm.all_gather.default, (x, 1, group_of_one))
+    torch.library.opcheck(torch.ops.xllm.all_gather.default, (x, 1, group_of_one, 1))
+    operands = (torch.randn(rows, 4), torch.randn(4), 1e-6, False)
+    torch.library.opcheck(torch.ops.xllm.all_reduce_add_rms_norm_.default, (x.clone(), *operands, group_of_one))
     torch.library.opcheck(torch.ops.xllm.reduce_scatter.default, (x, 1, group_of_one))
     torch.library.opcheck(torch.ops.xllm.broadcast_.default, (x.clone(), 0, group_of_one))
     assert torch.equal(ops.all_reduce_(x.clone(), group_of_one), x)
     assert torch.equal(ops.all_gather(x, 1, group_of_one), x)
+    assert torch.equal(ops.all_gather(x, 1, group_of_one, dim=1), x)
+    for found, expected in zip(
+        ops.all_reduce_add_rms_norm_(x.clone(), *operands, group_of_one),
+        ops.fused_add_rms_norm(x, *operands),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
     assert torch.equal(ops.reduce_scatter(x, 1, group_of_one), x)
     assert torch.equal(ops.broadcast_(x.clone(), 0, group_of_one), x)
 
@@ -44,6 +54,12 @@ def test_another_number_of_ranks_is_refused(group_of_one: str) -> None:
         ops.all_gather(torch.zeros(1), 2, group_of_one)
     with pytest.raises(ValueError, match="'alone' has 1 ranks, not 2"):
         ops.reduce_scatter(torch.zeros(2), 2, group_of_one)
+
+
+def test_a_dimension_that_is_not_gathered_is_refused(group_of_one: str) -> None:
+    for x, dim in ((torch.zeros(2), 1), (torch.zeros(2, 2, 2), 2), (torch.zeros(2), -1)):
+        with pytest.raises(ValueError, match=f"all_gather along dimension {dim} of "):
+            ops.all_gather(x, 1, group_of_one, dim)
 
 
 def test_traffic_counts_calls_and_bytes(group_of_one: str) -> None:
@@ -71,6 +87,14 @@ distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank
 ops.register_group("tp", distributed.group.WORLD)
 x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (10.0**rank)
 assert ops.reduce_scatter(x, 2, "tp").tolist() == [[11.0, 22.0], [33.0, 44.0]][rank : rank + 1]
+gathered = ops.all_gather(x, 2, "tp", dim=1)
+assert gathered.tolist() == [[1.0, 2.0, 10.0, 20.0], [3.0, 4.0, 30.0, 40.0]]
+assert ops.all_gather(x[:1], 2, "tp", dim=1).tolist() == [[1.0, 2.0, 10.0, 20.0]]
+assert ops.all_gather(x[:1], 2, "tp").tolist() == [[1.0, 2.0], [10.0, 20.0]]
+operands = (torch.ones(2, 2), torch.tensor([1.0, 2.0]), 1e-6, False)
+found = ops.all_reduce_add_rms_norm_(x.clone(), *operands, "tp")
+expected = ops.fused_add_rms_norm(torch.tensor([[11.0, 22.0], [33.0, 44.0]]), *operands)
+assert all(torch.equal(one, other) for one, other in zip(found, expected))
 assert ops.broadcast_(x.clone(), 1, "tp").tolist() == [[10.0, 20.0], [30.0, 40.0]]
 assert ops.broadcast_(x.clone(), 0, "tp").tolist() == [[1.0, 2.0], [3.0, 4.0]]
 ops.unregister_group("tp")
@@ -78,7 +102,7 @@ distributed.destroy_process_group()
 """
 
 
-def test_reduce_scatter_and_broadcast_between_two_ranks(tmp_path: Path) -> None:
+def test_collectives_between_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "rendezvous")], stderr=subprocess.PIPE, text=True)

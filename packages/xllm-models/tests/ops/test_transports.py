@@ -41,11 +41,19 @@ def test_the_rule(num_bytes: int, dtype: torch.dtype, offset: int, way: Way) -> 
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "offset", "way"),
-    [(512, 32, Way.ONE_SHOT), (528, 0, Way.GROUP), (0, 0, Way.GROUP), (24, 0, Way.GROUP), (256, 8, Way.GROUP)],
+    ("num_bytes", "row_bytes", "offset", "way"),
+    [
+        (512, 512, 32, Way.ONE_SHOT),
+        (512, 64, 0, Way.ONE_SHOT),
+        (528, 528, 0, Way.GROUP),
+        (0, 0, 0, Way.GROUP),
+        (24, 24, 0, Way.GROUP),
+        (256, 256, 8, Way.GROUP),
+        (48, 24, 0, Way.GROUP),  # no rows that units divide
+    ],
 )
-def test_the_rule_for_gathers(num_bytes: int, offset: int, way: Way) -> None:
-    assert RULE.gather_way(num_bytes, offset) is way
+def test_the_rule_for_gathers(num_bytes: int, row_bytes: int, offset: int, way: Way) -> None:
+    assert RULE.gather_way(num_bytes, row_bytes, offset) is way
 
 
 def test_the_measured_rule_shrinks_one_shot_with_the_ranks() -> None:
@@ -86,9 +94,14 @@ class Doubling:
         x.mul_(2)
         return "doubled"
 
-    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, dim: int) -> str:
         out.copy_(x + 1)
         return "raised"
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool
+    ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
+        return None if unit_offset else ("fused", x - 1, residual - 1)
 
 
 def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup) -> None:
@@ -111,6 +124,14 @@ def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup
             "transport": "for a test",
         }  # fmt: skip
         assert ops.traffic()["all_reduce"] == (before[0] + 3, before[1] + 3 * 12)
+        # What the transport has no kernel for is its sum, and the norm behind it.
+        x, residual, weight = torch.ones(1, 4), torch.zeros(1, 4), torch.ones(4)
+        normed, total = ops.all_reduce_add_rms_norm_(x, residual, weight, 0.0, False, "doubled")
+        assert (normed.tolist(), total.tolist()) == ([[0.0] * 4], [[-1.0] * 4])
+        normed, total = ops.all_reduce_add_rms_norm_(x, residual, weight, 0.0, True, "doubled")
+        assert (normed.tolist(), total.tolist()) == ([[2.0] * 4], [[2.0] * 4])
+        assert ops.group_stats()["doubled"]["all_reduce_ways"] == {"doubled": 3, "fused": 1}
+        assert ops.traffic()["all_reduce"] == (before[0] + 5, before[1] + 3 * 12 + 2 * 16)
     finally:
         ops.unregister_group("plain")
         ops.unregister_group("doubled")
@@ -140,9 +161,20 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(channels)
         x.mul_(3)
 
-    def gather(out: torch.Tensor, x: torch.Tensor, channels: shared_memory.Channels) -> None:
+    def gather(out: torch.Tensor, x: torch.Tensor, dim: int, channels: shared_memory.Channels) -> None:
         seen.append(channels)
-        out.copy_(x + 7)
+        out.copy_(x + 7 + dim)
+
+    def one_shot_norm(
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        unit_offset: bool,
+        channels: shared_memory.Channels,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        seen.append(channels)
+        return None if unit_offset else (x * 2, residual * 2)
 
     def two_shot(input: torch.Tensor, reduce_op: str, group_name: str, output: torch.Tensor) -> torch.Tensor:
         assert (reduce_op, group_name) == ("sum", group.group_name)
@@ -151,6 +183,7 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
     monkeypatch.setattr(shared_memory, "all_reduce_", one_shot)
     monkeypatch.setattr(shared_memory, "all_gather_into", gather)
+    monkeypatch.setattr(shared_memory, "all_reduce_add_rms_norm", one_shot_norm)
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("two_shot_all_reduce_out", two_shot, "CPU")
     yield seen
@@ -175,17 +208,37 @@ def test_symmetric_memory_takes_the_way_of_the_rule(group: distributed.ProcessGr
     assert transport.all_reduce_(rows[1]) == "one_shot"
     assert rows.tolist() == [[0, 1, 2, 3], [12, 15, 18, 21], [8, 9, 10, 11]]
     out = torch.empty(32)
-    assert transport.all_gather_into(out, torch.zeros(32)) == "one_shot"
+    assert transport.all_gather_into(out, torch.zeros(32), 0) == "one_shot"
     assert out.tolist() == [7] * 32
+    assert transport.all_gather_into(out.view(4, 8), torch.zeros(4, 8), 1) == "one_shot"
+    assert out.tolist() == [8] * 32
+    assert transport.all_gather_into(out[:24].view(4, 6), torch.ones(4, 6), 1) == "gloo"  # rows of 24 bytes
+    assert out.tolist() == [1] * 24 + [8] * 8
     out = torch.empty(512)
-    assert transport.all_gather_into(out, torch.ones(512)) == "gloo"
+    assert transport.all_gather_into(out, torch.ones(512), 0) == "gloo"
     assert out.tolist() == [1] * 512
     memory, channels, *again = shared
-    assert again == [channels] * 2
+    assert again == [channels] * 3
     assert memory.numel() == RULE.two_shot_max_bytes + shared_memory.shared_bytes(1)
     assert channels.rank == 0
     assert channels.addresses.tolist() == [memory.data_ptr() + RULE.two_shot_max_bytes]
     assert not channels.counts.any()
+
+
+def test_norms_are_fused_with_one_shot_sums_of_whole_rows(group: distributed.ProcessGroup, shared: list[Any]) -> None:
+    transport = SymmetricTransport(group, torch.device("cpu"), RULE)
+    weight = torch.ones(8)
+    x, residual = torch.ones(2, 8), torch.arange(16.0).view(8, 2).t()[:, :8]
+    done = transport.all_reduce_add_rms_norm(x, residual, weight, 1e-6, False)
+    assert done is not None
+    assert done[0] == "one_shot"
+    assert torch.equal(done[1], x * 2)
+    assert torch.equal(done[2], residual * 2)
+    assert transport.all_reduce_add_rms_norm(x, residual, weight, 1e-6, True) is None  # of which the kernel says no
+    for refused in (torch.ones(8), torch.ones(3, 6), torch.ones(0, 8), torch.ones(9, 8), torch.ones(2, 8).half()):
+        assert transport.all_reduce_add_rms_norm(refused, refused, weight, 1e-6, False) is None
+        assert bool((refused == 1).all())
+    assert len(shared) == 3
 
 
 def test_multicast_is_not_set_up(group: distributed.ProcessGroup, shared: list[Any]) -> None:

@@ -12,6 +12,24 @@ from .overlap import wait_for_previous
 
 
 @triton.jit
+def norm_of(
+    value: tl.tensor,
+    factor: tl.tensor,
+    size: tl.constexpr,
+    eps: tl.tensor,
+    UNIT_OFFSET: tl.constexpr,
+    kind: tl.constexpr,
+) -> tl.tensor:
+    """The norm of one row of `size` in fp32, zeros behind it, times its factor; rounded to the dtype `kind`."""
+    normed = value * tl.rsqrt(tl.sum(value * value, axis=0) / size + eps)
+    if UNIT_OFFSET:
+        result = normed * (1.0 + factor)
+    else:
+        result = factor * normed.to(kind).to(tl.float32)
+    return result.to(kind)
+
+
+@triton.jit
 def _norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
@@ -39,12 +57,7 @@ def _norm_kernel(
         rounded = (value + before).to(dtype)
         tl.store(total + row * size + columns, rounded, mask=mask)
         value = rounded.to(tl.float32)
-    normed = value * tl.rsqrt(tl.sum(value * value, axis=0) / size + eps)
-    if UNIT_OFFSET:
-        result = normed * (1.0 + factor)
-    else:
-        result = factor * normed.to(dtype).to(tl.float32)
-    tl.store(out + row * size + columns, result.to(dtype), mask=mask)
+    tl.store(out + row * size + columns, norm_of(value, factor, size, eps, UNIT_OFFSET, dtype), mask=mask)
 
 
 _launch = Launcher(_norm_kernel, overlaps=True)

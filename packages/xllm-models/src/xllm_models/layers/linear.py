@@ -89,13 +89,25 @@ class QKVLinear(MergedLinear):
 
 
 class RowLinear(PartitionedModule):
-    """x [T, in_features / tp_size] -> [T, out_features], summed over the ranks; the bias is added once."""
+    """x [T, in_features / tp_size] -> [T, out_features], summed over the ranks; rank 0 adds the bias.
+
+    With `reduce` off the result is this rank's term of the sum, for a `ResidualRMSNorm(..., tp=tp)` to take.
+    """
 
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        reduce: bool = True,
+        tp: TensorParallel,
+    ) -> None:
         super().__init__()
         self.tp = tp
+        self.reduce = reduce and tp.size > 1
         self.segment = tp.cut("in_features", in_features)
         self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(out_features, self.segment.count))
@@ -115,7 +127,5 @@ class RowLinear(PartitionedModule):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
-            return linear(x, self.weight, self.bias)
-        out = all_reduce_(linear(x, self.weight), self.tp.group)
-        return out if self.bias is None else out + self.bias
+        out = linear(x, self.weight, self.bias if self.tp.rank == 0 else None)
+        return all_reduce_(out, self.tp.group) if self.reduce else out

@@ -21,7 +21,7 @@ _GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GatedMLP(nn.Module):
-    """x [T, hidden] -> [T, hidden]. An activation that is not known is a ValueError."""
+    """x [T, hidden] -> [T, hidden]; `reduce` as for `RowLinear`. An activation that is not known is a ValueError."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class GatedMLP(nn.Module):
         *,
         hidden_act: str,
         bias: bool = False,
+        reduce: bool = True,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class GatedMLP(nn.Module):
             raise ValueError(f"hidden_act {hidden_act!r} is not supported; supported: {sorted(_GATED_ACTIVATIONS)}")
         self.gate_up_proj = GateUpLinear(hidden_size, intermediate_size, bias=bias, tp=tp)
         self.activation = _GATED_ACTIVATIONS[hidden_act]
-        self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, tp=tp)
+        self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, reduce=reduce, tp=tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(self.activation(self.gate_up_proj(x)))

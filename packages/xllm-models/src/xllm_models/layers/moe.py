@@ -53,13 +53,19 @@ class Experts(PartitionedModule):
 
 
 class SparseMoE(nn.Module):
-    """x [T, N] -> [T, N]: each token through its top k experts. An activation other than silu is a ValueError."""
+    """x [T, N] -> [T, N]: each token through its top k experts; `reduce` as for `RowLinear`.
 
-    def __init__(self, hidden_size: int, config: MoEConfig, *, hidden_act: str, tp: TensorParallel) -> None:
+    An activation other than silu is a ValueError.
+    """
+
+    def __init__(
+        self, hidden_size: int, config: MoEConfig, *, hidden_act: str, reduce: bool = True, tp: TensorParallel
+    ) -> None:
         super().__init__()
         if hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act {hidden_act!r} of experts is not supported; supported: ['silu', 'swish']")
         self.tp = tp
+        self.reduce = reduce and tp.size > 1
         self.top_k = config.num_experts_per_token
         self.normalize = config.normalize
         self.gate = Router(hidden_size, config.num_experts)
@@ -67,4 +73,4 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = moe(x, self.gate(x), self.experts.gate_up, self.experts.down, self.top_k, self.normalize)
-        return out if self.tp.size == 1 else all_reduce_(out, self.tp.group)
+        return all_reduce_(out, self.tp.group) if self.reduce else out

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..ops import fused_add_rms_norm, rms_norm
+from ..ops import all_reduce_add_rms_norm_, fused_add_rms_norm, rms_norm
+from .parallel import TensorParallel
 
 
 class RMSNorm(nn.Module):
@@ -22,15 +23,22 @@ class RMSNorm(nn.Module):
 
 
 class ResidualRMSNorm(nn.Module):
-    """(x, residual) -> (norm of x + residual, x + residual). Without a residual (at the first layer) x begins one."""
+    """(x, residual) -> (norm of x + residual, x + residual). Without a residual (at the first layer) x begins one.
 
-    def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
+    With `tp` an x that comes with a residual is this rank's term of a sum (`reduce=False` of the layer before), and is
+    used up: adding over the ranks, to the residual, and the norm are one op.
+    """
+
+    def __init__(self, size: int, eps: float, *, unit_offset: bool = False, tp: TensorParallel | None = None) -> None:
         super().__init__()
         self.eps = eps
         self.unit_offset = unit_offset
+        self.group = tp.group if tp is not None and tp.size > 1 else None
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             return rms_norm(x, self.weight, self.eps, self.unit_offset), x
-        return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset)
+        if self.group is None:
+            return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset)
+        return all_reduce_add_rms_norm_(x, residual, self.weight, self.eps, self.unit_offset, self.group)

@@ -74,10 +74,4 @@ class LMHead(_VocabularyRows):
         logits = linear(hidden, self.weight)
         if self.tp.size == 1:
             return logits
-        num_rows, num_columns = logits.shape
-        shards = all_gather(logits, self.tp.size, self.tp.group).view(self.tp.size, num_rows, num_columns)
-        if num_rows == 1:  # they lie in order
-            joined = shards.view(1, self.tp.size * num_columns)
-        else:
-            joined = torch.cat(shards.unbind(), dim=1)
-        return joined[:, : self.vocab_size].contiguous()
+        return all_gather(logits, self.tp.size, self.tp.group, dim=1)[:, : self.vocab_size].contiguous()

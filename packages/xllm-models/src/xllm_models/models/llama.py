@@ -37,7 +37,7 @@ class LlamaAttention(nn.Module):
             tp=tp,
         )
         self.o_proj = RowLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, tp=tp
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, reduce=False, tp=tp
         )
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
@@ -58,14 +58,15 @@ class LlamaAttention(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.self_attn = LlamaAttention(config, layer_id, rotary_emb, tp)
-        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             hidden_act=config.hidden_act,
             bias=config.mlp_bias,
+            reduce=False,
             tp=tp,
         )
 
@@ -86,7 +87,7 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
         )
-        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(input_ids)  # [T, hidden]

@@ -34,7 +34,7 @@ class Phi3Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
         self.qkv_proj = QKVLinear(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, tp=tp)
-        self.o_proj = RowLinear(config.num_heads * config.head_dim, config.hidden_size, tp=tp)
+        self.o_proj = RowLinear(config.num_heads * config.head_dim, config.hidden_size, reduce=False, tp=tp)
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
@@ -55,10 +55,12 @@ class Phi3Attention(nn.Module):
 class Phi3DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.self_attn = Phi3Attention(config, layer_id, rotary_emb, tp)
-        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, tp=tp)
+        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, reduce=False, tp=tp
+        )
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -77,7 +79,7 @@ class Phi3Model(nn.Module):
         self.layers = nn.ModuleList(
             Phi3DecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
         )
-        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(input_ids)  # [T, hidden]

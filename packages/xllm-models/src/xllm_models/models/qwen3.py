@@ -41,7 +41,7 @@ class Qwen3Attention(nn.Module):
             tp=tp,
         )
         self.o_proj = RowLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, tp=tp
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, reduce=False, tp=tp
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -65,13 +65,14 @@ class Qwen3Attention(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.self_attn = Qwen3Attention(config, layer_id, rotary_emb, tp)
-        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             hidden_act=config.hidden_act,
+            reduce=False,
             tp=tp,
         )
 
@@ -92,7 +93,7 @@ class Qwen3Model(nn.Module):
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
         )
-        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(input_ids)  # [T, hidden]

@@ -10,6 +10,7 @@ from .activation import gelu_and_mul, silu_and_mul
 from .collectives import (
     all_gather,
     all_reduce_,
+    all_reduce_add_rms_norm_,
     broadcast_,
     group_stats,
     reduce_scatter,
@@ -33,6 +34,7 @@ __all__ = [
     "Way",
     "all_gather",
     "all_reduce_",
+    "all_reduce_add_rms_norm_",
     "broadcast_",
     "embedding_shard",
     "fused_add_rms_norm",

@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from .library import define_op
+from .norm import fused_add_rms_norm
 from .transports import GroupTransport, Transport
 
 # torch 2.13 renamed it and deprecated the old name.
@@ -115,17 +116,39 @@ def _all_reduce_fake(x: torch.Tensor, group: str) -> None:
     return None
 
 
-def _all_gather_torch(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+def _all_reduce_add_rms_norm_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    registered = _registered(group)
+    done = registered.transport.all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset)
+    if done is None:
+        _all_reduce_torch(x, group)
+        return fused_add_rms_norm(x, residual, weight, eps, unit_offset)
+    _count("all_reduce", x)
+    way, normed, total = done
+    registered.reduce_ways[way] += 1
+    return normed, total
+
+
+def _all_reduce_add_rms_norm_fake(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _all_gather_torch(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) -> torch.Tensor:
     _group_of(group, num_ranks)
+    out = _all_gather_fake(x, num_ranks, group, dim)
     registered = _registered(group)
     _count("all_gather", x)
-    out = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
-    registered.gather_ways[registered.transport.all_gather_into(out, x.contiguous())] += 1
+    registered.gather_ways[registered.transport.all_gather_into(out, x.contiguous(), dim)] += 1
     return out
 
 
-def _all_gather_fake(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    return x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
+def _all_gather_fake(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) -> torch.Tensor:
+    if not 0 <= dim < min(x.ndim, 2):
+        raise ValueError(f"all_gather along dimension {dim} of {list(x.shape)}; it must be 0, or 1 where there is one")
+    return x.new_empty((*x.shape[:dim], num_ranks * x.shape[dim], *x.shape[dim + 1 :]))
 
 
 def _reduce_scatter_torch(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
@@ -153,8 +176,15 @@ def _broadcast_fake(x: torch.Tensor, source: int, group: str) -> None:
 
 
 _all_reduce = define_op("all_reduce_(Tensor(a!) x, str group) -> ()", _all_reduce_torch, _all_reduce_fake)
-_all_gather = define_op("all_gather(Tensor x, int num_ranks, str group) -> Tensor", _all_gather_torch, _all_gather_fake)
-
+_all_reduce_add_rms_norm = define_op(
+    "all_reduce_add_rms_norm_(Tensor(a!) x, Tensor residual, Tensor weight, float eps, bool unit_offset, str group)"
+    " -> (Tensor, Tensor)",
+    _all_reduce_add_rms_norm_torch,
+    _all_reduce_add_rms_norm_fake,
+)
+_all_gather = define_op(
+    "all_gather(Tensor x, int num_ranks, str group, int dim=0) -> Tensor", _all_gather_torch, _all_gather_fake
+)
 _reduce_scatter = define_op(
     "reduce_scatter(Tensor x, int num_ranks, str group) -> Tensor", _reduce_scatter_torch, _reduce_scatter_fake
 )
@@ -167,9 +197,25 @@ def all_reduce_(x: torch.Tensor, group: str) -> torch.Tensor:
     return x
 
 
-def all_gather(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    """The ranks' x one after another along dimension 0: [N, ...] -> [num_ranks * N, ...], rank 0 first."""
-    return cast(torch.Tensor, _all_gather(x, num_ranks, group))
+def all_reduce_add_rms_norm_(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_add_rms_norm` of the sum of x over the ranks of `group`, bit-equal to `all_reduce_` and then that.
+
+    x [..., N] contiguous; what it holds afterwards is left open. One kernel where the group's transport has one.
+    """
+    return cast(
+        tuple[torch.Tensor, torch.Tensor],
+        _all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, group),
+    )
+
+
+def all_gather(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) -> torch.Tensor:
+    """The ranks' x one after another along dimension `dim`, rank 0 first: [N, ...] -> [num_ranks * N, ...] for 0.
+
+    A dimension other than 0 and 1 is a ValueError.
+    """
+    return cast(torch.Tensor, _all_gather(x, num_ranks, group, dim))
 
 
 def reduce_scatter(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Collectives through memory that the ranks' devices read of each other: one-shot, two-shot, else the group's own.
 
-Owns the shared memory and the choice among the calls, all capturable: one-shot ones are `kernels.shared_memory`'s,
-two-shot an op of torch's symmetric memory. No NVLink multicast: nothing here uses it, so it is not even set up. Whether
-a group can have this is agreed by the host before it is made.
+Owns the shared memory and the choice among the calls, all capturable: one-shot ones, with gathers and norms behind sums
+among them, are `kernels.shared_memory`'s, two-shot an op of torch's symmetric memory. No NVLink multicast: nothing here
+uses it, so it is not even set up. Whether a group can have this is agreed by the host before it is made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import distributed
 
-from .transports import SYMMETRIC_DTYPES, GroupTransport, TransportRule, Way
+from .transports import ALIGNMENT, SYMMETRIC_DTYPES, GroupTransport, TransportRule, Way
 
 
 def lacking() -> tuple[str, ...]:
@@ -80,13 +80,26 @@ class SymmetricTransport:
         call(x)
         return name
 
-    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, dim: int) -> str:
         """See `Transport.all_gather_into`."""
         size = x.element_size()
-        if self._rule.gather_way(x.numel() * size, int(x.storage_offset()) * size) is Way.GROUP:
-            return self._group.all_gather_into(out, x)
-        self._kernels.all_gather_into(out, x, self._channels)
+        num_bytes = x.numel() * size
+        row_bytes = num_bytes // max(x.shape[0], 1) if dim == 1 else num_bytes
+        if self._rule.gather_way(num_bytes, row_bytes, int(x.storage_offset()) * size) is Way.GROUP:
+            return self._group.all_gather_into(out, x, dim)
+        self._kernels.all_gather_into(out, x, dim, self._channels)
         return Way.ONE_SHOT.value
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool
+    ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
+        """See `Transport.all_reduce_add_rms_norm`: sums that are one-shot, of [T, N] with rows of 16 bytes."""
+        size = x.element_size()
+        way = self._rule.reduce_way(x.numel() * size, x.dtype, int(x.storage_offset()) * size)
+        if way is not Way.ONE_SHOT or x.ndim != 2 or x.shape[1] * size % ALIGNMENT:
+            return None
+        done = self._kernels.all_reduce_add_rms_norm(x, residual.contiguous(), weight, eps, unit_offset, self._channels)
+        return None if done is None else (way.value, *done)
 
     def _at_once(self, x: torch.Tensor) -> None:
         self._kernels.all_reduce_(x, self._channels)

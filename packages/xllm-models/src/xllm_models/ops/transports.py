@@ -31,8 +31,17 @@ class Transport(Protocol):
         """Sum x (contiguous) in place."""
         ...
 
-    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
-        """Write the ranks' x one after another to out, both contiguous, out [num_ranks * x.shape[0], ...]."""
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, dim: int) -> str:
+        """Write the ranks' x one after another along dimension `dim` (0 or 1) to out; both contiguous."""
+        ...
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool
+    ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
+        """The sum of x over the ranks taken into the residual and normed: (way, norm, next residual), see the op.
+
+        None, the same on all ranks, where this has no kernel for it; x is as it was then.
+        """
         ...
 
 
@@ -48,10 +57,21 @@ class GroupTransport:
         distributed.all_reduce(x, group=self._group)
         return self.name
 
-    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> str:
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, dim: int) -> str:
         """See `Transport.all_gather_into`."""
-        _gather_into(out, x, group=self._group)
+        if dim == 0 or x.shape[0] == 1:  # or they lie in order
+            _gather_into(out.view(-1, *x.shape[1:]), x, group=self._group)
+            return self.name
+        shards = x.new_empty((self._group.size(), *x.shape))
+        _gather_into(shards.view(-1, *x.shape[1:]), x, group=self._group)
+        torch.cat(shards.unbind(), dim=dim, out=out)
         return self.name
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool
+    ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
+        """See `Transport.all_reduce_add_rms_norm`: None."""
+        return None
 
 
 class Way(StrEnum):
@@ -108,14 +128,13 @@ class TransportRule:
             return Way.ONE_SHOT
         return Way.TWO_SHOT if num_bytes <= self.two_shot_max_bytes else Way.GROUP
 
-    def gather_way(self, num_bytes: int, offset: int = 0) -> Way:
-        """The way of an all-gather; alignment as for `reduce_way`, any dtype."""
-        if not num_bytes or (num_bytes | offset) % ALIGNMENT:
+    def gather_way(self, num_bytes: int, row_bytes: int, offset: int = 0) -> Way:
+        """The way of an all-gather of rows that stay whole; alignment of all as for `reduce_way`, any dtype."""
+        if not num_bytes or (num_bytes | row_bytes | offset) % ALIGNMENT:
             return Way.GROUP
         return Way.ONE_SHOT if num_bytes <= self.gather_max_bytes else Way.GROUP
 
 
-# The kernels take larger sums at once, and gathers; what has not been measured between devices is not chosen.
-_ONE_SHOT_OF_TWO = 1 << 20
+_ONE_SHOT_OF_TWO = 4 << 20
 _TWO_SHOT_OF_TWO = 16 << 20
-_GATHER_OF_TWO = 0
+_GATHER_OF_TWO = 18 << 20  # what the kernel takes: 118 rows of half of 152,000 bf16 logits
