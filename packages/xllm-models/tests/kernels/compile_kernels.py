@@ -13,7 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xllm_models.kernels import activation, embedding, linear, moe, moe_layout, norm, rotary, shared_memory
+from xllm_models.kernels import activation, embedding, linear, moe, moe_layout, norm, rotary, shared_gather, shared_sums
+from xllm_models.kernels.channels import SUM_SPANS
 from xllm_models.kernels.launcher import power_of_two
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -43,17 +44,18 @@ def cases() -> Iterator[Case]:
         constants = [4096, 128, 4096, 128, 16, 8, 128, half, 4, power_of_two(half), rest, kind]
         yield rotary._rotary_kernel, rotary_types, constants, {"num_warps": 2}
     for ranks in (2, 8):
-        for span in shared_memory.REDUCE_SPANS:
-            options = {"num_warps": min(span // 512, 16)}
+        for span in SUM_SPANS:
+            places = [1, ranks, 0, 128 * span, span]
             for kind, size in ((B, 2), (F, 4)):
-                constants = [1, ranks, 0, 256 * span, 128 * span, span // size, 16 // size]
-                yield shared_memory._launch_reduce._kernel, [kind, "*i64", I, "i32"], constants, options
-            for unit_offset in (False, True):
-                constants = [1, ranks, 0, 256 * span, 128 * span, span, 1024, 1024, unit_offset]
-                types = [B, B, B, B, B, "*i64", I, "i32", "i32", "fp32"]
-                yield shared_memory._launch_reduce_norm._kernel, types, constants, {"num_warps": 4}
-        constants = [1, ranks, 0, 256 * 147456, 128 * 147456, 147456, 1024]
-        yield shared_memory._launch_gather._kernel, [I, I, "*i64", I, *["i32"] * 3], constants, {"num_warps": 16}
+                options = {"num_warps": min(span // 512, 16)}
+                constants = [*places, span // size, 16 // size]
+                yield shared_sums._launch_reduce._kernel, [kind, "*i64", I, "i32"], constants, options
+                for unit_offset in (False, True):
+                    types = [kind, kind, kind, kind, kind, "*i64", I, "i32", "i32", "fp32"]
+                    constants = [*places, 1024, 1024, unit_offset]
+                    yield shared_sums._launch_reduce_norm._kernel, types, constants, {"num_warps": 4}
+        constants = [1, ranks, 0, 128 * 147456, 147456, 1024]
+        yield shared_gather._launch._kernel, [I, I, "*i64", I, *["i32"] * 3], constants, {"num_warps": 16}
     for bias in (False, True):
         yield linear._vector_kernel, [B, B, B, B], [1024, 4096, 1024, 2, 1024, bias], {"num_warps": 4}
         for rows in (8, 16):

@@ -11,7 +11,17 @@ from pathlib import Path
 import torch
 
 from xllm_models import ops
-from xllm_models.kernels import shared_memory
+from xllm_models.kernels.channels import (
+    NUM_PROGRAMS,
+    SUM_PLACES,
+    Channels,
+    gather_flags_at,
+    new_counts,
+    prepare,
+    shared_bytes,
+)
+from xllm_models.kernels.shared_gather import all_gather_into
+from xllm_models.kernels.shared_sums import all_reduce_, all_reduce_add_rms_norm
 
 # Elements of a call: one unit, part of a span, several spans of each kind, and back: the channels are used again.
 SIZES = (8, 40, 1024, 4096, 132 * 1024, 8, 8, 300 * 1024 + 8, 4096, 4096)
@@ -27,34 +37,37 @@ def value(rank: int, call: int, size: int) -> torch.Tensor:
 
 
 def main(rank: int, files: list[Path]) -> None:
-    num_bytes = shared_memory.shared_bytes(len(files))
+    num_bytes = shared_bytes(len(files))
     shared = [torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in files]
-    channels = shared_memory.Channels(
-        rank=rank,
-        addresses=torch.tensor([memory.data_ptr() for memory in shared]),
-        counts=shared_memory.new_counts("cpu"),
+    channels = Channels(
+        rank=rank, addresses=torch.tensor([memory.data_ptr() for memory in shared]), counts=new_counts("cpu")
     )
-    channels.counts.fill_(2**31 - 3)  # it wraps around soon
-    words = shared[rank].view(torch.int32)
-    for kind in range(len(channels.counts)):
-        end = shared_memory._begin(len(files), kind + 1) // 4
-        words[end - shared_memory.NUM_PROGRAMS * len(files) : end] = 2**31 - 3
+    prepare(shared[rank], len(files))
+    channels.counts[:-1] = SUM_PLACES - 1
+    channels.counts[-1] = 2**31 - 3  # it wraps around soon
+    begin = gather_flags_at() // 4
+    shared[rank].view(torch.int32)[begin : begin + NUM_PROGRAMS * len(files)] = 2**31 - 3
     (files[rank].parent / f"ready{rank}").touch()
     while not all((path.parent / f"ready{other}").exists() for other, path in enumerate(files)):
         pass
     for call, size in enumerate(SIZES):
         x = value(rank, call, size)
-        shared_memory.all_reduce_(x, channels)
+        all_reduce_(x, channels)
         expected = torch.zeros(size)
         for other in range(len(files)):
             expected += value(other, call, size)
         assert torch.equal(x, expected), (call, size, (x - expected).abs().max())
+    # The number that stands for nothing is none that anyone can send.
+    for bits in (-1, -2):
+        x = torch.full((8,), bits, dtype=torch.int32).view(torch.float32)
+        all_reduce_(x, channels)
+        assert bool(x.isnan().all())
     for call, shape in enumerate(NORMED):
         size = shape[0] * shape[1]
         terms = [value(other, call, size).view(shape) for other in range(len(files))]
         residual, weight = value(90, call, size).view(shape), value(91, call, shape[1])
         given = terms[rank].clone()
-        found = shared_memory.all_reduce_add_rms_norm(given, residual, weight, 1e-6, call % 2 == 1, channels)
+        found = all_reduce_add_rms_norm(given, residual, weight, 1e-6, call % 2 == 1, channels)
         assert found is not None
         assert torch.equal(given, terms[rank])
         summed = torch.zeros(shape)
@@ -64,16 +77,16 @@ def main(rank: int, files: list[Path]) -> None:
         assert torch.equal(found[1], expected[1]), (call, shape)
         assert torch.allclose(found[0], expected[0], rtol=1e-5, atol=1e-6), (call, shape)
     large = torch.zeros(TOO_LARGE)
-    assert shared_memory.all_reduce_add_rms_norm(large, large, large[0], 1e-6, False, channels) is None
+    assert all_reduce_add_rms_norm(large, large, large[0], 1e-6, False, channels) is None
     for call, size in enumerate(GATHERED):
         out = torch.empty(len(files) * size)
-        shared_memory.all_gather_into(out, value(rank, call, size), 0, channels)
+        all_gather_into(out, value(rank, call, size), 0, channels)
         expected = torch.cat([value(other, call, size) for other in range(len(files))])
         assert torch.equal(out, expected), (call, size)
     for call, shape in enumerate(GATHERED_COLUMNS):
         parts = [value(other, call, shape[0] * shape[1]).view(shape) for other in range(len(files))]
         out = torch.empty(shape[0], len(files) * shape[1])
-        shared_memory.all_gather_into(out, parts[rank], 1, channels)
+        all_gather_into(out, parts[rank], 1, channels)
         assert torch.equal(out, torch.cat(parts, dim=1)), (call, shape)
 
 

@@ -28,7 +28,7 @@ def test_interpreted_kernels_agree_with_torch() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_interpreted_ranks_sum_and_gather_through_shared_memory(tmp_path: Path, size: int) -> None:
-    from xllm_models.kernels.shared_memory import shared_bytes
+    from xllm_models.kernels.channels import shared_bytes
 
     files = [tmp_path / f"memory{rank}" for rank in range(size)]
     for file in files:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from xllm_models.kernels import norm, shared_memory
+from xllm_models.kernels import norm
+from xllm_models.kernels.channels import Channels, new_counts, prepare, shared_bytes
+from xllm_models.kernels.shared_gather import all_gather_into
+from xllm_models.kernels.shared_sums import all_reduce_, all_reduce_add_rms_norm
 
 NUM_RANKS = 2
 SUMS = ((1, 1024), (8, 1024), (112, 1024), (3, 40), (512, 1024), (2048, 1024), (1, 8))  # of every kind of channel
@@ -18,13 +21,12 @@ EPS = 1e-6
 NUM_REPLAYS = 20
 
 
-def make_channels() -> tuple[torch.Tensor, list[shared_memory.Channels]]:
-    memory = torch.zeros((NUM_RANKS, -(-shared_memory.shared_bytes(NUM_RANKS) // 128) * 128), dtype=torch.uint8).cuda()
+def make_channels() -> tuple[torch.Tensor, list[Channels]]:
+    memory = torch.empty((NUM_RANKS, shared_bytes(NUM_RANKS)), dtype=torch.uint8, device="cuda")
+    for part in memory:
+        prepare(part, NUM_RANKS)
     addresses = torch.tensor([part.data_ptr() for part in memory], device="cuda")
-    return memory, [
-        shared_memory.Channels(rank=rank, addresses=addresses, counts=shared_memory.new_counts("cuda"))
-        for rank in range(NUM_RANKS)
-    ]
+    return memory, [Channels(rank=rank, addresses=addresses, counts=new_counts("cuda")) for rank in range(NUM_RANKS)]
 
 
 def other_operands(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,31 +41,32 @@ def other_operands(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
 OPERANDS = [other_operands(shape) for shape in NORMED]
 
 
-def calls(inputs: list[torch.Tensor], channels: shared_memory.Channels) -> list[torch.Tensor]:
+def calls(inputs: list[torch.Tensor], channels: Channels) -> list[torch.Tensor]:
     """Sums in place; returns norms, then what was gathered."""
     results = []
     at = iter(inputs)
     for _ in SUMS:
-        shared_memory.all_reduce_(next(at), channels)
+        all_reduce_(next(at), channels)
     for residual, weight in OPERANDS:
-        done = shared_memory.all_reduce_add_rms_norm(next(at), residual, weight, EPS, False, channels)
+        done = all_reduce_add_rms_norm(next(at), residual, weight, EPS, False, channels)
         assert done is not None
         results.extend(done)
     for x in at:
         out = x.new_empty((x.shape[0], NUM_RANKS * x.shape[1]))
-        shared_memory.all_gather_into(out, x, 1, channels)
+        all_gather_into(out, x, 1, channels)
         results.append(out)
     return results
 
 
-def load_kernels(memory: torch.Tensor, channels: list[shared_memory.Channels]) -> None:
+def load_kernels(memory: torch.Tensor, channels: list[Channels]) -> None:
     """Every variant once, one after another: loading code may wait for kernels that run, which would wait for it."""
     for rank in range(NUM_RANKS):
         memory.view(torch.int32).fill_(1 << 30)  # as if the other had come long ago
         calls([torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES], channels[rank])
         torch.cuda.synchronize()
         channels[rank].counts.zero_()
-    memory.zero_()
+    for part in memory:
+        prepare(part, NUM_RANKS)
 
 
 def expected_of(terms: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -14,7 +14,8 @@ from torch import distributed
 from torch.distributed import _symmetric_memory
 
 from xllm_models import ops
-from xllm_models.kernels import shared_memory
+from xllm_models.kernels import shared_gather, shared_sums
+from xllm_models.kernels.channels import GATHER_MAX_BYTES, NOTHING, SUM_MAX_BYTES, Channels, shared_bytes
 from xllm_models.ops import SymmetricTransport, TransportRule, Way, symmetric
 
 RULE = TransportRule(one_shot_max_bytes=256, two_shot_max_bytes=1024, gather_max_bytes=512)
@@ -153,15 +154,16 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
 
     def rendezvous(tensor: torch.Tensor, with_group: distributed.ProcessGroup) -> Any:
         assert with_group is group
-        assert not tensor.any()
+        assert not tensor[: RULE.two_shot_max_bytes].any()
+        assert set(tensor.unique().tolist()) <= {0, NOTHING}  # made ready before another rank may write
         seen.append(tensor)
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()])
 
-    def one_shot(x: torch.Tensor, channels: shared_memory.Channels) -> None:
+    def one_shot(x: torch.Tensor, channels: Channels) -> None:
         seen.append(channels)
         x.mul_(3)
 
-    def gather(out: torch.Tensor, x: torch.Tensor, dim: int, channels: shared_memory.Channels) -> None:
+    def gather(out: torch.Tensor, x: torch.Tensor, dim: int, channels: Channels) -> None:
         seen.append(channels)
         out.copy_(x + 7 + dim)
 
@@ -171,7 +173,7 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
         weight: torch.Tensor,
         eps: float,
         unit_offset: bool,
-        channels: shared_memory.Channels,
+        channels: Channels,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         seen.append(channels)
         return None if unit_offset else (x * 2, residual * 2)
@@ -181,9 +183,9 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
         return output.copy_(input * 5)
 
     monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
-    monkeypatch.setattr(shared_memory, "all_reduce_", one_shot)
-    monkeypatch.setattr(shared_memory, "all_gather_into", gather)
-    monkeypatch.setattr(shared_memory, "all_reduce_add_rms_norm", one_shot_norm)
+    monkeypatch.setattr(shared_sums, "all_reduce_", one_shot)
+    monkeypatch.setattr(shared_gather, "all_gather_into", gather)
+    monkeypatch.setattr(shared_sums, "all_reduce_add_rms_norm", one_shot_norm)
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("two_shot_all_reduce_out", two_shot, "CPU")
     yield seen
@@ -219,7 +221,7 @@ def test_symmetric_memory_takes_the_way_of_the_rule(group: distributed.ProcessGr
     assert out.tolist() == [1] * 512
     memory, channels, *again = shared
     assert again == [channels] * 3
-    assert memory.numel() == RULE.two_shot_max_bytes + shared_memory.shared_bytes(1)
+    assert memory.numel() == RULE.two_shot_max_bytes + shared_bytes(1)
     assert channels.rank == 0
     assert channels.addresses.tolist() == [memory.data_ptr() + RULE.two_shot_max_bytes]
     assert not channels.counts.any()
@@ -260,8 +262,8 @@ def test_a_rule_beyond_the_kernels_is_refused(
     with pytest.raises(ValueError, match=message):
         SymmetricTransport(group, torch.device("cpu"), rule)
     for ranks in (2, 3, 8):
-        assert TransportRule.measured(ranks).one_shot_max_bytes <= shared_memory.REDUCE_MAX_BYTES
-        assert TransportRule.measured(ranks).gather_max_bytes <= shared_memory.GATHER_MAX_BYTES
+        assert TransportRule.measured(ranks).one_shot_max_bytes <= SUM_MAX_BYTES
+        assert TransportRule.measured(ranks).gather_max_bytes <= GATHER_MAX_BYTES
 
 
 def test_what_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

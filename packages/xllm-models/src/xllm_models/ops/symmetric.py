@@ -1,8 +1,9 @@
 """Collectives through memory that the ranks' devices read of each other: one-shot, two-shot, else the group's own.
 
-Owns the shared memory and the choice among the calls, all capturable: one-shot ones, with gathers and norms behind sums
-among them, are `kernels.shared_memory`'s, two-shot an op of torch's symmetric memory. No NVLink multicast: nothing here
-uses it, so it is not even set up. Whether a group can have this is agreed by the host before it is made.
+Owns the shared memory and the choice among the calls, all capturable: one-shot sums, with norms behind them too, are
+`kernels.shared_sums`'s, gathers `kernels.shared_gather`'s, two-shot sums an op of torch's symmetric memory. No NVLink
+multicast: nothing here uses it, so it is not even set up. Whether a group can have this is agreed by the host before it
+is made.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def lacking() -> tuple[str, ...]:
 
 
 class SymmetricTransport:
-    """See `Transport`. Made by all ranks of the group at once; takes some 65 MB of its device.
+    """See `Transport`. Made by all ranks of the group at once; takes some 70 MB of its device.
 
     Calls follow each other on one stream, in the same order on all ranks. Graphs that captured them must be gone before
     this is.
@@ -40,11 +41,11 @@ class SymmetricTransport:
     def __init__(self, group: distributed.ProcessGroup, device: torch.device, rule: TransportRule) -> None:
         from torch.distributed import _symmetric_memory
 
-        from ..kernels import shared_memory
+        from ..kernels import channels, shared_gather, shared_sums
 
         for name, value, limit in (
-            ("one_shot_max_bytes", rule.one_shot_max_bytes, shared_memory.REDUCE_MAX_BYTES),
-            ("gather_max_bytes", rule.gather_max_bytes, shared_memory.GATHER_MAX_BYTES),
+            ("one_shot_max_bytes", rule.one_shot_max_bytes, channels.SUM_MAX_BYTES),
+            ("gather_max_bytes", rule.gather_max_bytes, channels.GATHER_MAX_BYTES),
         ):
             if value > limit:
                 raise ValueError(f"{name} is {value}; at most {limit} are served")
@@ -54,18 +55,19 @@ class SymmetricTransport:
         self._name: str = group.group_name
         channels_at = -(-rule.two_shot_max_bytes // 128) * 128
         memory = _symmetric_memory.empty(
-            channels_at + shared_memory.shared_bytes(group.size()), dtype=torch.uint8, device=device
+            channels_at + channels.shared_bytes(group.size()), dtype=torch.uint8, device=device
         )
-        memory.zero_()
+        memory[:channels_at].zero_()
+        channels.prepare(memory[channels_at:], group.size())
         torch.accelerator.synchronize(device)  # before any rank may write to another's memory
         shared = _symmetric_memory.rendezvous(memory, group)
         self._memory = {dtype: memory[:channels_at].view(dtype) for dtype in SYMMETRIC_DTYPES}
-        self._channels = shared_memory.Channels(
+        self._channels = channels.Channels(
             rank=group.rank(),
             addresses=torch.tensor([address + channels_at for address in shared.buffer_ptrs], device=device),
-            counts=shared_memory.new_counts(device),
+            counts=channels.new_counts(device),
         )
-        self._kernels = shared_memory
+        self._sums, self._gathers = shared_sums, shared_gather
         self._group = GroupTransport(group)
         self._ways: Mapping[Way, tuple[str, Callable[[torch.Tensor], object]]] = {
             Way.ONE_SHOT: (Way.ONE_SHOT.value, self._at_once),
@@ -87,7 +89,7 @@ class SymmetricTransport:
         row_bytes = num_bytes // max(x.shape[0], 1) if dim == 1 else num_bytes
         if self._rule.gather_way(num_bytes, row_bytes, int(x.storage_offset()) * size) is Way.GROUP:
             return self._group.all_gather_into(out, x, dim)
-        self._kernels.all_gather_into(out, x, dim, self._channels)
+        self._gathers.all_gather_into(out, x, dim, self._channels)
         return Way.ONE_SHOT.value
 
     def all_reduce_add_rms_norm(
@@ -98,11 +100,11 @@ class SymmetricTransport:
         way = self._rule.reduce_way(x.numel() * size, x.dtype, int(x.storage_offset()) * size)
         if way is not Way.ONE_SHOT or x.ndim != 2 or x.shape[1] * size % ALIGNMENT:
             return None
-        done = self._kernels.all_reduce_add_rms_norm(x, residual.contiguous(), weight, eps, unit_offset, self._channels)
+        done = self._sums.all_reduce_add_rms_norm(x, residual.contiguous(), weight, eps, unit_offset, self._channels)
         return None if done is None else (way.value, *done)
 
     def _at_once(self, x: torch.Tensor) -> None:
-        self._kernels.all_reduce_(x, self._channels)
+        self._sums.all_reduce_(x, self._channels)
 
     def _in_two_steps(self, x: torch.Tensor) -> None:
         shared = self._memory[x.dtype][: x.numel()].view(x.shape)
