@@ -42,7 +42,7 @@ def attend_kernel(
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr,
     IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attends the items of one program, in decode a run of them and some without keys, which write zeros.
 
@@ -57,6 +57,11 @@ def attend_kernel(
         count = tl.load(fields + RUN_END) - begin
         empty_begin = tl.load(fields + EMPTY_BEGIN)
         num_empty = tl.load(fields + EMPTY_END) - empty_begin
+        if PREFETCH > 0 and count > 0:
+            prefetch_keys(
+                k_cache_ptr, v_cache_ptr, items_ptr + begin * ITEM_WIDTH, pages_ptr, kv_head, STRIDES, D, PAGE_SIZE,
+                BLOCK_N, PREFETCH,
+            )  # fmt: skip
         for number in range(count + num_empty):
             item = tl.where(number < count, begin + number, empty_begin + number - count)
             attend_item(
@@ -76,6 +81,34 @@ def attend_kernel(
     if PDL:
         # Programs without items too: a launch that has ended must mean that all before it have.
         gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def prefetch_keys(
+    k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, fields: tl.tensor, pages_ptr: tl.tensor, kv_head: tl.tensor,
+    STRIDES: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr,
+) -> None:  # fmt: skip
+    """Asks for the first PREFETCH tiles of an item's keys and values while the launch before this one ends.
+
+    Of the cache this changes nothing, so it may come before the wait; the step's new key is not read back at all.
+    """
+    number = tl.arange(0, 2 * PREFETCH * BLOCK_N)  # keys, then values
+    key = tl.load(fields + BEGIN) + number % (PREFETCH * BLOCK_N)
+    exists = key < tl.load(fields + END)
+    pages = pages_ptr + tl.load(fields + TABLE)
+    page = tl.load(pages + key // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
+    within = (key % PAGE_SIZE).to(tl.int64)
+    k_row = (k_cache_ptr + page * STRIDES[12] + within * STRIDES[13] + kv_head * STRIDES[14]).to(tl.int64)
+    v_row = (v_cache_ptr + page * STRIDES[16] + within * STRIDES[17] + kv_head * STRIDES[18]).to(tl.int64)
+    num_bytes = tl.full([2 * PREFETCH * BLOCK_N], D * k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [tl.where(number < PREFETCH * BLOCK_N, k_row, v_row), num_bytes, exists.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -12,9 +12,10 @@ from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
 from ...spec import AttentionSpec
 from .append import Append, append_kernel
 from .attend import attend_kernel
-from .launch import Launcher, alignment
+from .launch import ALIGNMENT, Launcher, alignment
 from .workspace import WorkList, Workspace
 
+PREFETCHED_TILES = 2  # of a program's first item: the loop's first stages
 # True when the environment variable TRITON_INTERPRET was set as the kernels were defined.
 INTERPRETED = not isinstance(append_kernel, triton.JITFunction)
 
@@ -141,6 +142,7 @@ class TritonBackend(AttentionBackend):
             "R": tiles.kept_rows,
             "BLOCK_C": tiles.block_c,
             "PDL": pdl,
+            "PREFETCH": self._tiles_ahead(caches) if pdl and self._decode else 0,
         }
         options = {
             "num_warps": tiles.num_warps,
@@ -149,6 +151,15 @@ class TritonBackend(AttentionBackend):
             "launch_pdl": pdl,
         }
         return (group, self._decode, self._paged, pdl, strides, alignment(*rows, *caches)), constants, options
+
+    def _tiles_ahead(self, caches: tuple[torch.Tensor, torch.Tensor]) -> int:
+        """Tiles that a program asks for before it waits: none where rows are not whole and aligned."""
+        for cache in caches:
+            row_bytes = cache.shape[3] * cache.element_size()
+            offsets = [stride * cache.element_size() for stride in cache.stride()[:3]]
+            if cache.stride(3) != 1 or any(part % ALIGNMENT for part in (row_bytes, cache.data_ptr(), *offsets)):
+                return 0
+        return PREFETCHED_TILES
 
     def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:
         num_processors = 4  # of the interpreter: enough for small cases to be split
