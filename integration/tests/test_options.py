@@ -25,6 +25,7 @@ def test_defaults(run_probe: RunProbe) -> None:
     options = parsed(run_probe("options", MODEL))
     assert options["model"] == "m"
     assert (options["block_size"], options["dtype"], options["num_blocks"]) == (16, "auto", -1)
+    assert options["enable_prefix_cache"] is True
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ def test_defaults(run_probe: RunProbe) -> None:
         (["--block_size=32"], "block_size", 32),
         (["--block_size", "32"], "block_size", 32),
         (["--enable_graph=false"], "enable_graph", False),
+        (["--enable_prefix_cache=false"], "enable_prefix_cache", False),
         (["--kv_cache_memory=512MiB"], "kv_cache_memory", 512 << 20),
         (["--kv_cache_memory", "4096"], "kv_cache_memory", 4096),
         (["--python_model_path=/a:/b"], "python_model_path", "/a:/b"),

@@ -1,7 +1,7 @@
 // Lets tests drive the worker's core without a model and without libtorch.
-//   xllm_core_probe blocks|schedule   one JSON value in, one out, line by line
-//   xllm_core_probe serve SETTINGS    the worker's loop over a model made of arithmetic
-//   xllm_core_probe options FLAG...   the parsed options
+//   xllm_core_probe blocks|prefixes|schedule   one JSON value in, one out, line by line
+//   xllm_core_probe serve SETTINGS             the worker's loop over a model made of arithmetic
+//   xllm_core_probe options FLAG...            the parsed options
 #include <iostream>
 #include <string>
 #include <vector>
@@ -16,6 +16,7 @@ namespace {
 int run(const std::vector<std::string>& args) {
   const std::string mode = args.empty() ? "" : args[0];
   if (mode == "blocks") return answer_lines(probe_blocks);
+  if (mode == "prefixes") return answer_lines(probe_prefixes);
   if (mode == "schedule") return answer_lines(probe_schedule);
   if (mode == "options") return print_options({args.begin() + 1, args.end()});
   if (mode == "serve") return serve(nlohmann::json::parse(args.at(1)));

@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <iostream>
-#include <map>
 #include <thread>
 
 #include "core_probe.h"
@@ -18,7 +17,7 @@ namespace {
 
 struct Setup {
   explicit Setup(const json& settings, RecallModel::OnStep on_step)
-      : blocks(settings.at("num_blocks"), settings.at("block_size")),
+      : blocks(settings.at("num_blocks"), settings.at("block_size"), settings.value("enable_prefix_cache", false)),
         model(blocks.num_slots(),
               blocks.block_size(),
               settings.at("vocab_size"),
@@ -41,28 +40,12 @@ json describe(const ScheduledSequence& part) {
           {"num_new", part.num_new},
           {"num_cached", part.sequence->num_cached},
           {"num_tokens", part.sequence->num_tokens()},
+          {"tokens", part.sequence->tokens},
           {"blocks", part.sequence->blocks},
           {"needs_token", part.needs_token()}};
 }
 
 }  // namespace
-
-json probe_blocks(const json& input) {
-  BlockManager blocks(input.at("num_blocks"), input.at("block_size"));
-  std::map<std::string, std::vector<int32_t>> tables;
-  json results = json::array();
-  for (const json& op : input.at("ops")) {
-    std::vector<int32_t>& table = tables[op.at(1)];
-    bool ok = true;
-    if (op.at(0) == "grow") {
-      ok = blocks.grow(table, op.at(2));
-    } else {
-      blocks.release(table);
-    }
-    results.push_back({{"ok", ok}, {"table", table}, {"num_free", blocks.num_free()}});
-  }
-  return results;
-}
 
 json probe_schedule(const json& input) {
   json steps = json::array();

@@ -21,6 +21,7 @@ int print_options(const std::vector<std::string>& args) {
                          {"dtype", options.dtype},
                          {"enable_graph", options.enable_graph},
                          {"block_size", options.block_size},
+                         {"enable_prefix_cache", options.enable_prefix_cache},
                          {"max_seqs_per_batch", options.max_seqs_per_batch},
                          {"num_blocks", options.num_blocks.value_or(-1)},
                          {"kv_cache_memory", options.kv_cache_memory.value_or(ByteSize{-1}).bytes},

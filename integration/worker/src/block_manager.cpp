@@ -1,41 +1,115 @@
 #include "block_manager.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 namespace xllm::worker {
 
-BlockManager::BlockManager(int64_t num_blocks, int64_t block_size) : block_size_(block_size) {
+BlockManager::BlockManager(int64_t num_blocks, int64_t block_size, bool enable_prefix_cache, PageHash hash)
+    : block_size_(block_size) {
   if (num_blocks < 1 || block_size < 1) {
     throw std::invalid_argument("a KV cache of " + std::to_string(num_blocks) + " pages of " +
                                 std::to_string(block_size) + " tokens; both must be at least 1");
   }
-  is_free_.assign(static_cast<size_t>(num_blocks), true);
+  num_users_.assign(static_cast<size_t>(num_blocks), 0);
   free_.reserve(static_cast<size_t>(num_blocks));
   for (int64_t block = num_blocks - 1; block >= 0; --block) free_.push_back(static_cast<int32_t>(block));
+  if (enable_prefix_cache) cache_.emplace(num_blocks, hash);
+}
+
+std::vector<int32_t> BlockManager::find_prefix(std::span<const int32_t> tokens) const {
+  std::vector<int32_t> found;
+  if (!cache_ || tokens.empty()) return found;
+  const size_t size = static_cast<size_t>(block_size_);
+  for (size_t end = size; end < tokens.size(); end += size) {
+    const int32_t parent = found.empty() ? PrefixCache::kNoPage : found.back();
+    const auto block = cache_->find(parent, tokens.subspan(end - size, size));
+    if (!block) break;
+    found.push_back(*block);
+  }
+  return found;
+}
+
+std::optional<int64_t> BlockManager::begin(std::vector<int32_t>& table, std::span<const int32_t> tokens) {
+  std::vector<int32_t> found = find_prefix(tokens);
+  const auto num_found = std::ssize(found);
+  // An idle page that is found is free no more.
+  const auto num_idle = std::ranges::count_if(found, [&](int32_t block) { return num_users(block) == 0; });
+  if (num_pages(std::ssize(tokens)) - num_found > num_free() - num_idle) return std::nullopt;
+  for (const int32_t block : found) {
+    if (num_users(block)++ == 0) cache_->set_used(block);
+  }
+  table = std::move(found);
+  grow(table, std::ssize(tokens));
+  if (cache_) {
+    counts_.num_queried_tokens += std::ssize(tokens);
+    counts_.num_hit_tokens += num_found * block_size_;
+  }
+  return num_found * block_size_;
 }
 
 bool BlockManager::grow(std::vector<int32_t>& table, int64_t num_tokens) {
-  const int64_t wanted = (num_tokens + block_size_ - 1) / block_size_;
-  const int64_t missing = wanted - static_cast<int64_t>(table.size());
+  const int64_t missing = num_pages(num_tokens) - std::ssize(table);
   if (missing > num_free()) return false;
-  for (int64_t i = 0; i < missing; ++i) {
-    table.push_back(free_.back());
-    free_.pop_back();
-    is_free_[static_cast<size_t>(table.back())] = false;
-  }
+  for (int64_t i = 0; i < missing; ++i) table.push_back(take());
   return true;
 }
 
-void BlockManager::release(std::vector<int32_t>& table) {
-  for (auto block = table.rbegin(); block != table.rend(); ++block) {
-    if (is_free_.at(static_cast<size_t>(*block))) {
-      throw std::logic_error("page " + std::to_string(*block) + " is freed twice");
-    }
-    is_free_[static_cast<size_t>(*block)] = true;
-    free_.push_back(*block);
+int32_t BlockManager::take() {
+  int32_t block = 0;
+  if (free_.empty()) {
+    block = cache_->evict();
+    ++counts_.num_evicted_blocks;
+  } else {
+    block = free_.back();
+    free_.pop_back();
   }
+  num_users(block) = 1;
+  return block;
+}
+
+void BlockManager::written(std::vector<int32_t>& table, std::span<const int32_t> tokens, int64_t num_before) {
+  if (!cache_) return;
+  const size_t size = static_cast<size_t>(block_size_);
+  for (size_t i = static_cast<size_t>(num_before) / size; i < tokens.size() / size; ++i) {
+    const int32_t parent = i == 0 ? PrefixCache::kNoPage : table[i - 1];
+    const auto page = tokens.subspan(i * size, size);
+    const auto equal = cache_->find(parent, page);
+    if (!equal) {
+      cache_->insert(parent, page, table[i]);
+      continue;
+    }
+    // So that whoever uses a page uses its parents: an idle page then has no child in use, and counts as free.
+    if (num_users(*equal)++ == 0) cache_->set_used(*equal);
+    leave(table[i], /*keep=*/true);
+    table[i] = *equal;
+  }
+}
+
+void BlockManager::leave(int32_t block, bool keep) {
+  if (num_users(block) == 0) throw std::logic_error("page " + std::to_string(block) + " is freed twice");
+  if (--num_users(block) > 0) return;
+  if (cache_ && cache_->holds(block)) {
+    if (keep || cache_->has_children(block)) return cache_->set_idle(block);
+    cache_->erase(block);
+  }
+  free_.push_back(block);
+}
+
+void BlockManager::leave_all(std::vector<int32_t>& table, bool keep) {
+  for (auto block = table.rbegin(); block != table.rend(); ++block) leave(*block, keep);
   table.clear();
+}
+
+void BlockManager::release(std::vector<int32_t>& table) { leave_all(table, /*keep=*/true); }
+
+void BlockManager::discard(std::vector<int32_t>& table) { leave_all(table, /*keep=*/false); }
+
+PrefixCacheCounts BlockManager::prefix_cache_counts() const {
+  PrefixCacheCounts counts = counts_;
+  if (cache_) counts.num_cached_blocks = cache_->num_blocks();
+  return counts;
 }
 
 }  // namespace xllm::worker

@@ -96,7 +96,7 @@ void Engine::step() {
   auto token = tokens.begin();
   for (const ScheduledSequence& scheduled : batch) {
     const bool needs_token = scheduled.needs_token();
-    scheduled.sequence->num_cached += scheduled.num_new;
+    scheduler_.computed(scheduled);
     num_computed_tokens_ += scheduled.num_new;
     if (needs_token) deliver(*scheduled.sequence, *token++);
   }
@@ -125,7 +125,7 @@ void Engine::deliver(Sequence& sequence, const NextToken& token) {
   if (reason.empty()) return;
   events_ += finished_event(sequence, reason);
   ++num_finished_;
-  retire(sequence);
+  retire(sequence, /*has_failed=*/false);
 }
 
 std::string_view Engine::finish_reason(const Sequence& sequence) const {
@@ -140,7 +140,7 @@ std::string_view Engine::finish_reason(const Sequence& sequence) const {
 
 void Engine::fail(const Sequence& sequence, const std::string& message) {
   events_ += error_event(sequence.request.id, sequence.request.line, kInternal, message);
-  retire(sequence);
+  retire(sequence, /*has_failed=*/true);
 }
 
 void Engine::fail_everything(const std::string& message) {
@@ -150,12 +150,13 @@ void Engine::fail_everything(const std::string& message) {
   write_(std::exchange(events_, {}));
 }
 
-void Engine::retire(const Sequence& sequence) {
+void Engine::retire(const Sequence& sequence, bool has_failed) {
   live_ids_.erase(sequence.request.id);
-  scheduler_.remove(sequence);
+  scheduler_.remove(sequence, has_failed);
 }
 
 std::string Engine::stats() const {
+  const PrefixCacheCounts cache = blocks_.prefix_cache_counts();
   return stats_event(nlohmann::json::parse(model_.stats_json()),
                      {{"num_steps", num_steps_},
                       {"num_failed_steps", num_failed_steps_},
@@ -166,7 +167,12 @@ std::string Engine::stats() const {
                       {"num_running", scheduler_.num_running()},
                       {"num_waiting", scheduler_.num_waiting()},
                       {"num_free_blocks", blocks_.num_free()},
-                      {"num_blocks", blocks_.num_blocks()}});
+                      {"num_blocks", blocks_.num_blocks()},
+                      {"prefix_cache",
+                       {{"num_queried_tokens", cache.num_queried_tokens},
+                        {"num_hit_tokens", cache.num_hit_tokens},
+                        {"num_evicted_blocks", cache.num_evicted_blocks},
+                        {"num_cached_blocks", cache.num_cached_blocks}}}});
 }
 
 }  // namespace xllm::worker

@@ -52,7 +52,7 @@ class Engine {
   void deliver(Sequence& sequence, const NextToken& token);
   void fail_everything(const std::string& message);
   void fail(const Sequence& sequence, const std::string& message);
-  void retire(const Sequence& sequence);
+  void retire(const Sequence& sequence, bool has_failed);
   std::string_view finish_reason(const Sequence& sequence) const;  // empty: it goes on
   std::string stats() const;
 

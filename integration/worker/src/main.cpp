@@ -34,7 +34,7 @@ constexpr std::chrono::milliseconds kStopGrace{1500};
 // Requests from stdin until its end or a signal, events to the output.
 void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& model, ProtocolOutput& output,
            StopSignals& signals) {
-  BlockManager blocks(facts.num_blocks, facts.block_size);
+  BlockManager blocks(facts.num_blocks, facts.block_size, options.enable_prefix_cache);
   const EngineLimits limits{
       {options.max_seqs_per_batch, options.max_tokens_per_batch}, facts.max_model_len, facts.eos_token_ids};
   const RequestLimits request_limits{facts.vocab_size, facts.max_model_len, blocks.num_slots()};

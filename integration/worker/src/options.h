@@ -27,6 +27,7 @@ struct WorkerOptions {
   int64_t max_seqs_per_batch = 64;
   int64_t max_tokens_per_batch = 2048;
   int64_t block_size = 16;
+  bool enable_prefix_cache = true;
   std::optional<int64_t> num_blocks;
   std::optional<ByteSize> kv_cache_memory;
   std::optional<int64_t> max_model_len;

@@ -1,6 +1,8 @@
 #include "scheduler.h"
 
 #include <algorithm>
+#include <span>
+#include <utility>
 
 namespace xllm::worker {
 
@@ -36,7 +38,9 @@ void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t b
   while (budget > 0 && !waiting_.empty() && num_running() < limits_.max_seqs) {
     Sequence& next = *waiting_.front();
     // All of its pages at once: a prompt that stops half way for want of pages would hold what others need.
-    if (!blocks_.grow(next.blocks, next.num_tokens())) return;
+    const auto num_cached = blocks_.begin(next.blocks, next.tokens);
+    if (!num_cached) return;
+    next.num_cached = *num_cached;
     running_.push_back(std::move(waiting_.front()));
     waiting_.pop_front();
     const int64_t num_new = std::min(budget, next.num_pending());
@@ -58,7 +62,8 @@ void Scheduler::preempt_youngest() {
   std::unique_ptr<Sequence> sequence = std::move(running_.back());
   running_.pop_back();
   blocks_.release(sequence->blocks);
-  sequence->num_cached = 0;  // its tokens stay; they are computed again as if they were all prompt
+  // Its tokens stay; those whose pages are gone when it begins again are computed as if they were all prompt.
+  sequence->num_cached = 0;
   waiting_.push_front(std::move(sequence));
   ++num_preemptions_;
 }
@@ -70,10 +75,21 @@ std::vector<const Sequence*> Scheduler::all() const {
   return sequences;
 }
 
-void Scheduler::remove(const Sequence& sequence) {
+void Scheduler::computed(const ScheduledSequence& part) {
+  Sequence& sequence = *part.sequence;
+  const int64_t num_before = std::exchange(sequence.num_cached, sequence.num_cached + part.num_new);
+  const std::span<const int32_t> tokens = sequence.tokens;
+  blocks_.written(sequence.blocks, tokens.first(static_cast<size_t>(sequence.num_cached)), num_before);
+}
+
+void Scheduler::remove(const Sequence& sequence, bool has_failed) {
   const auto found =
       std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return other.get() == &sequence; });
-  blocks_.release((*found)->blocks);
+  if (has_failed) {
+    blocks_.discard((*found)->blocks);
+  } else {
+    blocks_.release((*found)->blocks);
+  }
   running_.erase(found);
 }
 

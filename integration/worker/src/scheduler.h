@@ -27,8 +27,12 @@ class Scheduler {
   // sequence alone fits into the cache.
   std::vector<ScheduledSequence> schedule();
 
-  // Takes a running sequence out and frees its pages.
-  void remove(const Sequence& sequence);
+  // The step has computed its part of the sequence, whose full pages others may use from now on: their steps come later
+  // on the same stream, on every rank.
+  void computed(const ScheduledSequence& part);
+
+  // Takes a running sequence out and frees its pages. Those of one that failed can be bad, and are not kept for others.
+  void remove(const Sequence& sequence, bool has_failed);
 
   // Running and waiting ones, in order of arrival.
   std::vector<const Sequence*> all() const;

@@ -1,0 +1,214 @@
+"""What later requests find of earlier ones' pages, in a whole engine over a model that recalls every cached token."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+Ask = Callable[[str, Any], Any]
+Run = Callable[..., "Outcome"]
+
+VOCAB, PAGE = 50, 4
+FIRST = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]  # three pages
+OTHER = [31, 32, 33, 34, 35, 36]
+
+
+def next_token(history: list[int]) -> int:
+    """The probe model's rule: FNV-1a over all tokens."""
+    value = 14695981039346656037
+    for token in history:
+        value = ((value ^ token) * 1099511628211) % 2**64
+    return (value >> 32) % VOCAB
+
+
+def answer_to(prompt: list[int], count: int) -> list[int]:
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history))
+    return history[len(prompt) :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an engine did."""
+
+    steps: list[list[dict[str, Any]]]
+    answers: dict[str, list[int]]
+    failed: set[str]
+    scheduler: dict[str, Any]
+
+    def parts(self, name: str) -> list[tuple[int, int]]:
+        """(cached tokens, new tokens) of the request in each step that computed it."""
+        return [(part["num_cached"], part["num_new"]) for step in self.steps for part in step if part["id"] == name]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        counts: dict[str, int] = self.scheduler["prefix_cache"]
+        return counts
+
+
+@pytest.fixture
+def run(ask: Ask) -> Run:
+    """`run((arrival, name, prompt, max_tokens), ..., **settings)`: every answer that does not fail is checked."""
+
+    def run_requests(*requests: tuple[int, str, list[int], int], **changes: Any) -> Outcome:
+        lines = [{"id": name, "token_ids": prompt, "max_tokens": count} for _, name, prompt, count in requests]
+        settings = {
+            "num_blocks": 100, "block_size": PAGE, "max_model_len": 200, "max_seqs": 8, "max_tokens": 64,
+            "vocab_size": VOCAB, "enable_prefix_cache": True, **changes,
+            "requests": [{"arrival": r[0], "line": json.dumps(line)} for r, line in zip(requests, lines, strict=True)],
+        }  # fmt: skip
+        result = ask("schedule", settings)
+        answers: defaultdict[str, list[int]] = defaultdict(list)
+        for event in result["events"]:
+            if "token_ids" in event:
+                answers[event["id"]] += event["token_ids"]
+        failed = {event["id"] for event in result["events"] if "error" in event}
+        for _, name, prompt, count in requests:
+            if name not in failed:
+                assert answers[name] == answer_to(prompt, count)
+        scheduler = result["events"][-1]["scheduler"]
+        assert scheduler["num_free_blocks"] == settings["num_blocks"]
+        return Outcome(steps=result["steps"], answers=dict(answers), failed=failed, scheduler=scheduler)
+
+    return run_requests
+
+
+SECOND_PROMPTS = {
+    "nothing": (OTHER, 0),
+    "less than a page": ([*FIRST[:3], *OTHER], 0),
+    "a page": ([*FIRST[:4], *OTHER], 4),
+    "part of a page more": ([*FIRST[:10], *OTHER], 8),
+    "all of it": (FIRST, 8),  # its last token is computed, and with it the last page
+    "all but a token of a page": (FIRST[:8], 4),
+    "all of it and more": ([*FIRST, 40], 12),
+    "later pages alone": ([40, *FIRST[1:]], 0),
+    "pages in another order": ([*FIRST[4:8], *FIRST[:4], 40], 0),
+    # 12 tokens of the prompt and 6 of 7 of the answer are written: the last one was never an input.
+    "the next turn": ([*FIRST, *answer_to(FIRST, 7), *OTHER], 16),
+    "the next turn, ending in a page": ([*FIRST, *answer_to(FIRST, 5)[:4]], 12),
+}
+
+
+@pytest.mark.parametrize(("prompt", "num_hit"), SECOND_PROMPTS.values(), ids=SECOND_PROMPTS)
+def test_what_a_prompt_has_in_common_with_an_earlier_one_is_not_computed_again(
+    run: Run, prompt: list[int], num_hit: int
+) -> None:
+    requests = (0, "first", FIRST, 7), (20, "second", prompt, 6)
+    outcome = run(*requests)
+    assert outcome.parts("second")[0] == (num_hit, len(prompt) - num_hit)
+    assert outcome.counts["num_hit_tokens"] == num_hit
+    assert outcome.counts["num_queried_tokens"] == len(FIRST) + len(prompt)
+    assert outcome.counts["num_evicted_blocks"] == 0
+    num_computed = outcome.scheduler["num_computed_tokens"]
+    off = run(*requests, enable_prefix_cache=False)
+    assert off.scheduler["num_computed_tokens"] - num_computed == num_hit
+    assert off.scheduler["prefix_cache"] == dict.fromkeys(outcome.counts, 0)
+    assert off.answers == outcome.answers
+
+
+def test_a_page_is_shared_while_its_sequence_runs(run: Run) -> None:
+    outcome = run((0, "first", FIRST, 20), (5, "second", [*FIRST, 40], 9))
+    assert outcome.parts("second")[0] == (12, 1)
+    tables = [{part["id"]: part["blocks"] for part in step} for step in outcome.steps]
+    both = [table for table in tables if len(table) == 2]
+    assert len(both) == 9
+    for table in both:
+        assert table["first"][:3] == table["second"][:3]
+        assert not set(table["first"][3:]) & set(table["second"][3:])
+
+
+def test_what_one_step_computes_twice_is_kept_once(run: Run) -> None:
+    outcome = run((0, "a", FIRST, 4), (0, "b", FIRST, 4), (0, "c", [*FIRST[:8], *OTHER], 4))
+    assert [outcome.parts(name)[0] for name in "abc"] == [(0, 12), (0, 12), (0, 14)]
+    first, second = outcome.steps[:2]
+    pages = [page for part in first for page in part["blocks"]]
+    assert len(set(pages)) == len(pages)  # none is shared before it is written
+    a, b, c = (part["blocks"] for part in second)
+    assert a[:3] == b[:3]
+    assert a[:2] == c[:2]
+
+
+def test_a_page_is_hit_as_soon_as_its_chunk_is_computed(run: Run) -> None:
+    prompt = list(range(40))
+    outcome = run((0, "first", prompt, 2), (1, "second", prompt, 2), max_tokens=16)
+    assert outcome.parts("first")[:3] == [(0, 16), (16, 16), (32, 8)]
+    assert outcome.parts("second")[:2] == [(32, 8), (40, 1)]  # in the step that computes the last 8 of the first
+
+
+def test_a_hit_is_followed_by_chunks(run: Run) -> None:
+    prompt = [*FIRST, *range(20)]
+    outcome = run((0, "first", FIRST, 1), (5, "second", prompt, 2), max_tokens=8)
+    assert outcome.parts("second") == [(12, 8), (20, 8), (28, 4), (32, 1)]
+
+
+@pytest.mark.parametrize("beside", [["x"], ["x", "y"]])
+def test_a_failed_step_leaves_no_page(run: Run, beside: list[str]) -> None:
+    """Token 48 cannot be computed: in that step the pages of those beside it are never written, and retried later."""
+    prompts = {"x": [5, 6, 7, 8, 9, 10], "y": [5, 6, 7, 8, 9, 11]}
+    requests = [(0, "bad", [1, 2, 3, 4, 48], 3), *((0, name, prompts[name], 3) for name in beside)]
+    again = [(9, f"{name} again", prompts[name], 3) for name in beside]
+    outcome = run(*requests, *again, (15, "like bad", [1, 2, 3, 4, 14], 3), fail_on=48)
+    assert outcome.failed == {"bad", *beside}
+    assert [outcome.parts(name)[0][0] for _, name, *_ in again] == [0] * len(again)
+    assert outcome.parts("like bad")[0] == (0, 5)
+
+
+def test_a_request_that_fails_takes_along_what_it_alone_computed(run: Run) -> None:
+    """It fails in its second chunk, after a first one whose pages were shared already."""
+    bad = [*FIRST[:4], 1, 2, 3, 4, 5, 6, 7, 48]
+    requests = (0, "first", FIRST, 1), (3, "bad", bad, 1), (9, "like bad", [*bad[:8], 40], 1)
+    outcome = run(*requests, fail_on=48, max_tokens=6)
+    assert outcome.failed == {"bad"}
+    assert outcome.parts("bad") == [(4, 6), (10, 2)]
+    assert outcome.parts("like bad")[0] == (4, 5)  # the first one's page stays, since its other pages continue it
+
+
+def test_logits_that_are_not_numbers_leave_no_page(run: Run) -> None:
+    sick = [1, 2, 3, 4, 5, 6, 7, 47]
+    outcome = run((0, "sick", sick, 3), (5, "well", [*sick, 9], 3), nan_on=47)
+    assert outcome.failed == {"sick"}
+    assert outcome.parts("well")[0] == (0, 9)
+
+
+def test_a_preempted_sequence_resumes_from_what_is_left_of_its_pages(run: Run) -> None:
+    requests = (0, "old", FIRST[:8], 9), (0, "young", [2] * 7, 9)
+    outcome = run(*requests, num_blocks=5)
+    assert outcome.scheduler["num_preemptions"] == 1
+    # It gave two pages up; the old one's fourth page took the second of them, since the first is its parent.
+    resumed = [part for part in outcome.parts("young") if part[1] > 1]
+    assert resumed == [(0, 7), (4, 5)]
+    # The young one, in turn, took three of the four that the old one left.
+    assert outcome.counts == {
+        "num_queried_tokens": 8 + 7 + 9, "num_hit_tokens": 4, "num_evicted_blocks": 4, "num_cached_blocks": 4,
+    }  # fmt: skip
+
+
+def test_the_least_recently_used_go_first_and_their_ends_before_their_beginnings(run: Run) -> None:
+    prompts = {name: [10 * i + j for j in range(9)] for i, name in enumerate("abc")}  # two full pages each
+    # c's three pages are the two that are free and the end of a, which is older than b.
+    before = [(0, "a", prompts["a"], 1), (5, "b", prompts["b"], 1), (10, "c", prompts["c"], 1)]
+    assert run(*before, num_blocks=6).counts["num_evicted_blocks"] == 1
+    after = run(*before, (15, "a again", prompts["a"], 1), (20, "b again", prompts["b"], 1), num_blocks=6)
+    assert after.parts("a again")[0] == (4, 5)
+    assert after.parts("b again")[0] == (4, 5)
+    touching = (7, "a again", prompts["a"], 1), (15, "a at last", prompts["a"], 1)
+    touched = run(*before[:2], touching[0], before[2], touching[1], num_blocks=6)
+    assert touched.parts("a at last")[0] == (8, 1)
+
+
+def test_cached_pages_count_as_free(run: Run) -> None:
+    """Ten prompts that fill the whole cache, each after the other, and one that has most of it in use already."""
+    fill = [[i, *range(15)] for i in range(10)]
+    outcome = run(*((3 * i, f"r{i}", prompt, 1) for i, prompt in enumerate(fill)), num_blocks=4)
+    assert outcome.counts["num_evicted_blocks"] == 4 * 9
+    assert outcome.counts["num_cached_blocks"] == 4
+    # Two that share three pages fit into five, where four and four would not.
+    together = run((0, "x", FIRST, 4), (1, "y", [*FIRST, 40], 3), num_blocks=5)
+    assert together.parts("y")[0] == (12, 1)
+    assert len(together.steps[1]) == 2

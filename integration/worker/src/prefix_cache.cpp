@@ -1,0 +1,83 @@
+#include "prefix_cache.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace xllm::worker {
+
+namespace {
+
+[[noreturn]] void misused(int32_t block, const char* how) {
+  throw std::logic_error("cached page " + std::to_string(block) + " " + how);
+}
+
+}  // namespace
+
+uint64_t hash_page(uint64_t parent_hash, std::span<const int32_t> tokens) {
+  uint64_t hash = parent_hash;
+  for (const int32_t token : tokens) {
+    hash = (hash ^ static_cast<uint32_t>(token)) * 0x9E3779B97F4A7C15u;
+    hash ^= hash >> 29;  // or high bits would never reach low ones, which choose the bucket
+  }
+  return hash;
+}
+
+uint64_t PrefixCache::hash_of(int32_t parent, std::span<const int32_t> tokens) const {
+  constexpr uint64_t kRoot = 0x243F6A8885A308D3u;
+  return hash_(parent == kNoPage ? kRoot : at(parent).hash, tokens);
+}
+
+std::optional<int32_t> PrefixCache::find(int32_t parent, std::span<const int32_t> tokens) const {
+  const auto [begin, end] = by_hash_.equal_range(hash_of(parent, tokens));
+  for (auto entry = begin; entry != end; ++entry) {
+    const Page& page = at(entry->second);
+    if (page.parent == parent && std::ranges::equal(page.tokens, tokens)) return entry->second;
+  }
+  return std::nullopt;
+}
+
+void PrefixCache::insert(int32_t parent, std::span<const int32_t> tokens, int32_t block) {
+  Page& page = at(block);
+  if (page.is_held) misused(block, "is put in twice");
+  if (parent != kNoPage) {
+    if (!at(parent).is_held) misused(parent, "is named as a parent and is not there");
+    ++at(parent).num_children;
+  }
+  page = {.is_held = true,
+          .parent = parent,
+          .num_children = 0,
+          .hash = hash_of(parent, tokens),
+          .tokens = {tokens.begin(), tokens.end()},
+          .idle = std::nullopt};
+  by_hash_.emplace(page.hash, block);
+}
+
+void PrefixCache::erase(int32_t block) {
+  Page& page = at(block);
+  if (!page.is_held || page.num_children > 0) misused(block, "cannot be taken out: it has children, or is not there");
+  if (page.idle) idle_.erase(*page.idle);
+  const auto [begin, end] = by_hash_.equal_range(page.hash);
+  by_hash_.erase(std::find_if(begin, end, [&](const auto& entry) { return entry.second == block; }));
+  if (page.parent != kNoPage) --at(page.parent).num_children;
+  page = {};
+}
+
+void PrefixCache::set_idle(int32_t block) {
+  if (!at(block).is_held || at(block).idle) misused(block, "cannot become idle: it is idle, or not there");
+  at(block).idle = idle_.insert(idle_.end(), block);
+}
+
+void PrefixCache::set_used(int32_t block) {
+  if (!at(block).idle) misused(block, "is taken as an idle one and is not idle");
+  idle_.erase(*at(block).idle);
+  at(block).idle.reset();
+}
+
+int32_t PrefixCache::evict() {
+  const int32_t block = idle_.front();
+  erase(block);
+  return block;
+}
+
+}  // namespace xllm::worker
