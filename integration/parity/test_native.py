@@ -41,6 +41,31 @@ def test_native_and_python_give_equal_bytes(
         assert [other["steps"] for other in others] == [steps] * (size - 1)
 
 
+def test_steps_that_begin_in_cached_pages_give_equal_bytes(
+    checkpoint: Path, run_workload: Callable[..., Any], workload: list[list[dict[str, Any]]]
+) -> None:
+    """Prompts that share pages with running and with finished ones, at two ranks; and no other tokens than without."""
+    long = workload[0][7]  # 50 tokens, six pages and a part
+    first = [
+        long | {"id": f"first{i}", "token_ids": long["token_ids"][: 50 - 9 * i], "max_tokens": 20} for i in range(3)
+    ]
+    second = [message | {"id": message["id"].replace("first", "again"), "max_tokens": 9} for message in first]
+    batches = [first, [*second, *workload[0][:4]]]
+    flags = ("--dtype=float32", "--tp_size=2", *LIMITS)
+    python_flags, native_flags, _ = MODES["graphs"]
+    python = run_workload(checkpoint, *flags, *python_flags, batches=batches)
+    native = run_workload(checkpoint, "--model_impl=native", *flags, *native_flags, batches=batches)
+    assert native.events == python.events
+    assert native.stats["scheduler"] == python.stats["scheduler"]
+    assert native.stats["executor"]["steps"] == python.stats["executor"]["steps"]
+    assert python.stats["scheduler"]["prefix_cache"]["num_hit_tokens"] == (40 + 24) + (48 + 40 + 24)
+    off = run_workload(
+        checkpoint, "--model_impl=native", *flags, *native_flags, "--enable_prefix_cache=false", batches=batches
+    )
+    assert off.stats["scheduler"]["prefix_cache"]["num_hit_tokens"] == 0
+    assert off.tokens() == native.tokens()
+
+
 def test_the_mixed_batch_is_mixed(checkpoint: Path, run_workload: Callable[..., Any]) -> None:
     """Steps of chunks, of prompts beside decodes, and of decodes alone: what is compared above is not one kind."""
     flags = ("--dtype=float32", "--tp_size=1", *LIMITS, "--python_graph_backend=recorded")
