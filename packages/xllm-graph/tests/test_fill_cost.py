@@ -7,40 +7,37 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-WRITES = ("copy_", "fill_", "zero_", "_foreach_copy_")
 
-
-class Writes(TorchDispatchMode):
-    """Counts the ops that write."""
+class Ops(TorchDispatchMode):
+    """Counts ops: views cost the host about a microsecond each, those that write several."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if name in WRITES:
-            self.counts[name] += 1
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
-    ("live", "writes"),
+    ("live", "ops"),
     [
-        (8, {"copy_": 3, "_foreach_copy_": 1}),  # three host mirrors, all on the device at once
-        (5, {"copy_": 3 + 3, "_foreach_copy_": 1}),  # and tails: of all offsets on the device, on the host, a mirror
+        (8, {"_foreach_copy_": 2}),  # all on the device at once, and all host mirrors
+        (5, {"_foreach_copy_": 2, "copy_": 2}),  # and tails of all offsets, on the device and on the host
     ],
 )
-def test_writes_of_a_fill(make_setup: Callable[..., Any], live: int, writes: dict[str, int]) -> None:
+def test_ops_of_a_fill(make_setup: Callable[..., Any], live: int, ops: dict[str, int]) -> None:
+    """Of a size that was seen before, wherever the step itself lies."""
     setup = make_setup()
     world = setup.world
     requests = [world.add() for _ in range(live)]
     for number in requests:
         world.step((number, 2))
-    metadata, tokens, positions = world._build([(number, 1) for number in requests])
-    with Writes() as mode, torch.no_grad():
-        setup.decode._fill(tokens, positions, metadata, 8, tokens)
-    assert mode.counts == writes
+    for _ in range(2):
+        metadata, tokens, positions = world._build([(number, 1) for number in requests])
+        with Ops() as mode:
+            setup.decode._fill(tokens, positions, metadata, 8, tokens)
+    assert mode.counts == ops

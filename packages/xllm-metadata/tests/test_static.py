@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from xllm_metadata import FIELDS, Padding, StaticAttentionMetadata, build_attention_metadata, validate
+from xllm_metadata import (
+    FIELDS,
+    AttentionMetadata,
+    Padding,
+    StaticAttentionMetadata,
+    build_attention_metadata,
+    validate,
+)
 
 
 def make_static(**extra: object) -> StaticAttentionMetadata:
@@ -142,3 +149,55 @@ def test_fields_read_as_what_the_last_step_has() -> None:
         assert (static.qo_indptr is None) == (step is DECODE)
         assert static.q_cu_seq_lens is static.qo_indptr
         assert static.kv_seq_lens_host.shape == (size + 1,)
+
+
+def contents(static: StaticAttentionMetadata) -> dict[str, object]:
+    """All that a reader sees, and all of the buffers."""
+    seen: dict[str, object] = {}
+    for field in FIELDS:
+        value = getattr(static, field.name)
+        seen[field.name] = value.tolist() if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor):
+            seen[f"buffer of {field.name}"] = static.buffer(field.name).tolist()
+    return seen
+
+
+def optional_step(q_lens: list[int], kv_lens: list[int], width: int) -> AttentionMetadata:
+    """A step that also has a rectangular page table of this width, whose size T and B do not tell."""
+    tables = [[8 * i + j for j in range(width)] for i in range(len(q_lens))]
+    step = build_attention_metadata(q_lens, kv_lens, tables, page_size=4)
+    return dataclasses.replace(step, block_table=torch.tensor(tables, dtype=torch.int32).reshape(len(q_lens), width))
+
+
+def test_a_step_is_filled_as_if_it_were_the_first() -> None:
+    """Whatever steps came before it, of the same or other sizes, kinds and widths, valid or refused."""
+    optional = {"optional": ["block_table"], "max_pages_per_seq": 4}
+    steps = [
+        optional_step(q_lens, kv_lens, width)
+        for width in (2, 4, 3)
+        for q_lens, kv_lens in (([1, 1], [6, 3]), ([1, 1], [2, 1]), ([2, 1], [6, 3]), ([1], [7]), ([3], [3]), ([], []))
+    ]
+    refused = [
+        (dataclasses.replace(steps[0], kv_cu_seq_lens=None), "kv_cu_seq_lens is None"),
+        (dataclasses.replace(steps[0], block_table=None), "block_table is None"),
+        (dataclasses.replace(steps[2], qo_indptr_host=None), "qo_indptr_host is None"),
+        (dataclasses.replace(steps[0], is_chunked_prefill=True), "qo_indptr is None"),
+        (dataclasses.replace(steps[0], kv_seq_lens_host=torch.zeros(4, dtype=torch.int32)), "kv_seq_lens_host is .4."),
+        (dataclasses.replace(steps[0], paged_kv_indices=torch.zeros(33, dtype=torch.int32)), "P is 33 in the step"),
+    ]
+    static = make_static(**optional)
+    for number, index in enumerate(torch.randint(len(steps), (200,), generator=torch.manual_seed(0)).tolist()):
+        size = 4 if number % 3 else 3
+        fresh = make_static(**optional)
+        for one in (static, fresh):
+            for buffer in one._buffers.values():
+                buffer.fill_(7)
+            one.fill(steps[index], num_tokens=size, num_seqs=size)
+        assert contents(static) == contents(fresh)
+        before = contents(static)
+        step, message = refused[number % len(refused)]
+        target = torch.zeros(1, dtype=torch.int32)
+        with pytest.raises(ValueError, match=message):
+            static.fill(step, num_tokens=size, num_seqs=size, beside=[(target, target + 1)])
+        assert contents(static) == before
+        assert target.tolist() == [0]

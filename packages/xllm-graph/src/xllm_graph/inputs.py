@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 POISON = 0x7F7F7F7F
+_MAX_PARTS = 1024  # kept; a step of another size costs the views again
+_Parts = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class TokenInputs:
@@ -20,6 +22,7 @@ class TokenInputs:
         self._zeros = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self.tokens, self.positions, self.rows = self._buffer.unbind()  # [max_num_tokens] int32 each
         self.no_rows = self._zeros[:0]
+        self._kept: dict[tuple[int, int], tuple[_Parts, torch.Tensor]] = {}
 
     def copies(
         self,
@@ -36,15 +39,28 @@ class TokenInputs:
             rows: [n] int32, n at most `num_tokens`; None leaves them alone, which is for steps that select none.
         """
         pairs = []
-        for buffer, source in ((self.tokens, tokens), (self.positions, positions), (self.rows, rows)):
+        for index, source in enumerate((tokens, positions, rows)):
             if source is None:
                 continue
             live = source.shape[0]
+            parts, zeros = self._parts(live, num_tokens)
+            target, tail = parts[index]
             if live:
-                pairs.append((buffer[:live], source))
+                pairs.append((target, source))
             if live < num_tokens:
-                pairs.append((buffer[live:num_tokens], self._zeros[live:num_tokens]))
+                pairs.append((tail, zeros))
         return pairs
+
+    def _parts(self, live: int, padded: int) -> tuple[_Parts, torch.Tensor]:
+        """Each buffer's (live part, tail), and what the tails are copied from; kept, as they cost more than copies."""
+        known = self._kept.get((live, padded))
+        if known is None:
+            buffers = (self.tokens, self.positions, self.rows)
+            known = tuple((buffer[:live], buffer[live:padded]) for buffer in buffers), self._zeros[live:padded]
+            if len(self._kept) >= _MAX_PARTS:
+                self._kept.clear()
+            self._kept[live, padded] = known
+        return known
 
     def fill(self, tokens: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> None:
         """Copies a step's token ids and positions, see `copies`; one launch, and never waits for the device."""

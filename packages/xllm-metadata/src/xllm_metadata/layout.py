@@ -25,7 +25,7 @@ class View:
     limits: tuple[int, ...]  # of the buffer
     tensor: torch.Tensor  # as much of the buffer as is wanted, and there
     live: torch.Tensor | None  # what is not padding of it
-    batched: bool  # copied in one launch with others
+    batch: Where | None  # copied in one launch with the others of this place; None: by itself
 
     @classmethod
     def of(cls, field: Field, shape: tuple[int, ...], live_shape: tuple[int, ...] | None, buffer: torch.Tensor) -> View:
@@ -39,7 +39,7 @@ class View:
             limits=tuple(buffer.shape),
             tensor=tensor,
             live=None if live_shape is None else tensor[tuple(slice(0, n) for n in live_shape)],
-            batched=field.where is Where.DEVICE and field.kind is Kind.TENSOR_INT32 and len(shape) == 1,
+            batch=field.where if field.kind is Kind.TENSOR_INT32 and len(shape) == 1 else None,
         )
         if live_shape is not None:
             view.check_sizes(live_shape)
@@ -66,9 +66,20 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout:
-    """What a fill writes, and where, for one live and one padded size. Pairs are (target, source)."""
+class Batch:
+    """Targets of copies, and which of the step's fields, by place in the order of the table, are their sources."""
 
-    views: tuple[View, ...]
-    batched_tails: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    tails: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # after all else: some repeat what was filled
+    fields: tuple[int, ...]
+    targets: tuple[torch.Tensor, ...]  # live parts of these fields, then their tails of constants
+    constants: tuple[torch.Tensor, ...]  # sources of the tails
+    own_sized: tuple[tuple[int, View], ...]  # fields whose target is as long as the step has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """What a fill writes, and where, for steps that have the same fields in one live and one padded size."""
+
+    shown: tuple[tuple[str, torch.Tensor | None], ...]  # what every tensor field reads as then, aliases too
+    batches: tuple[Batch, Batch, Batch]  # on the device and on the host, each in one launch; one by one
+    cleared: tuple[tuple[int, torch.Tensor, int], ...]  # (field, target, constant), before all else, if it is shorter
+    repeats: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (target, source), after all else: of what was filled

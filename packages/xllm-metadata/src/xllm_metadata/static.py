@@ -6,13 +6,14 @@ nothing of graphs: a runner decides when to fill and to which size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .fields import FIELDS
-from .layout import Layout, View, shape_of
+from .layout import Batch, Layout, View, shape_of
 from .protocol import AttentionMetadata
 from .vocabulary import Field, Kind, Padding, When, Where
 
@@ -24,6 +25,7 @@ else:
 
 _MAX_LAYOUTS = 1024  # kept; a step of another size costs the views again
 _LINE = 32  # int32 numbers in a cache line
+_Source = torch.Tensor | None
 _SIZED_BY = {  # the field whose length says how many there are in a step
     symbol: next(field.name for field in FIELDS if field.shape == (symbol,) and field.when is When.ALWAYS)
     for symbol in ("T", "B")
@@ -87,15 +89,24 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
                 setattr(self, field.name, None)
             else:
                 self._held.append(field)
+        # Those whose size T and B do not tell come last.
+        self._held.sort(key=lambda field: not _is_sized(field))
+        self._num_sized = sum(map(_is_sized, self._held))
+        # One call each reads a step: its fields are read once, whatever they cost.
+        self._read = attrgetter(*(field.name for field in self._held))
+        self._read_scalars = attrgetter(*self._scalars)
         for place in (Where.DEVICE, Where.HOST):
             self._allocate([field for field in self._held if field.where is place])
         # What tails of constant padding are copied from, so that one launch does them and the live parts.
         rows = max(max_num_tokens, max_num_seqs + 1)
         self._constants = {
-            value: torch.full((rows,), value, dtype=torch.int32, device=self.device) for value in (0, -1)
+            (place, value): torch.full((rows,), value, dtype=torch.int32, device=device)
+            for place, device in ((Where.DEVICE, self.device), (Where.HOST, "cpu"))
+            for value in (0, -1)
         }
-        self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._shown: object = None  # what the attributes of the tensor fields were last set for
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._own_targets: dict[View, tuple[torch.Size, torch.Tensor]] = {}  # the last one of each
+        self._shown: Layout | None = None  # what the attributes of the tensor fields were last set for
 
     def buffer(self, name: str) -> torch.Tensor:
         """The whole buffer of a tensor field. Raises `KeyError` for a field that is not held."""
@@ -122,97 +133,127 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             ValueError: the padded size is below the live size or above the capacity, or a field that must be present
                 is None. Nothing has been changed then.
         """
-        layout = self._layout(metadata, num_tokens, num_seqs)
         is_decode = not (metadata.is_prefill or metadata.is_chunked_prefill)
-        sources = []
-        for view in layout.views:
-            source = getattr(metadata, view.name)
-            if source is None or source.shape != view.live_shape:
-                view.check(source, is_decode)
-            sources.append(source)
-        self._show(layout, sources)
-        copies = _Copies(beside)
-        for view, source in zip(layout.views, sources, strict=True):
-            if source is None:
-                continue
-            if view.live is None:
-                self._fill_own_size(view, source, copies)
-            elif view.batched:
-                copies.add(view.live, source)
-            else:
-                view.live.copy_(source, non_blocking=True)
-        for target, constant in layout.batched_tails:
-            copies.add(target, constant)
-        copies.launch()
-        for target, tail in layout.tails:
-            target.copy_(tail, non_blocking=True)
-        for name in self._scalars:
-            setattr(self, name, getattr(metadata, name))
-
-    def _show(self, layout: Layout, sources: list[torch.Tensor | None]) -> None:
-        """Lets the fields read as what the step has. Attributes cost as much as copies, so they change with it only."""
-        shown = (layout, [source is None for source in sources])
-        if shown == self._shown:
-            return
-        self._shown = shown
-        for view, source in zip(layout.views, sources, strict=True):
-            value = None if source is None else view.tensor
-            setattr(self, view.name, value)
-            if view.field.alias is not None:
-                setattr(self, view.field.alias, value)
-
-    def _fill_own_size(self, view: View, source: torch.Tensor, copies: _Copies) -> None:
-        """A field whose size T and B do not tell."""
-        constant = view.field.padding.fill_value
-        if constant is not None and source.shape != view.shape:
-            view.tensor.fill_(constant)
-        target = view.tensor[tuple(slice(0, live) for live in source.shape)]
-        if view.batched:
-            copies.add(target, source)
-        else:
+        sources = self._read(metadata)
+        layout = self._layout(sources, is_decode, num_tokens, num_seqs)
+        device, host, alone = (self._copies(batch, sources, is_decode) for batch in layout.batches)
+        if layout is not self._shown:  # attributes cost as much as copies
+            self._shown = layout
+            self.__dict__.update(layout.shown)
+        for index, target, constant in layout.cleared:
+            if sources[index].shape != target.shape:
+                target.fill_(constant)
+        for target, source in beside:
+            device[0].append(target)
+            device[1].append(source)
+        for targets, batch in (device, host):
+            if targets:
+                torch._foreach_copy_(targets, batch, non_blocking=True)
+        for target, source in zip(*alone, strict=True):
             target.copy_(source, non_blocking=True)
+        for target, source in layout.repeats:
+            target.copy_(source, non_blocking=True)
+        self.__dict__.update(zip(self._scalars, self._read_scalars(metadata), strict=True))
 
-    def _layout(self, metadata: AttentionMetadata, num_tokens: int, num_seqs: int) -> Layout:
-        """The views of every held buffer at a live and a padded size; kept while there are few."""
-        live = {}
-        for symbol, name in _SIZED_BY.items():
-            tensor = getattr(metadata, name)
-            if tensor is None:
-                raise ValueError(f"{name} is None; this step must have it")
-            live[symbol] = tensor.shape[0]
-        key = (num_tokens, num_seqs, *live.values())
+    def _copies(
+        self, batch: Batch, sources: Sequence[Any], is_decode: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Targets and sources of a step's copies. Changes nothing, so that errors do not."""
+        targets = [*batch.targets]
+        copied = [sources[index] for index in batch.fields]
+        copied += batch.constants
+        for index, view in batch.own_sized:
+            targets.append(self._own_target(view, sources[index], is_decode))
+            copied.append(sources[index])
+        return targets, copied
+
+    def _own_target(self, view: View, source: torch.Tensor, is_decode: bool) -> torch.Tensor:
+        """As much of the buffer as the step has. Kept as long as the size stays, which it does for many steps."""
+        size = source.shape
+        known = self._own_targets.get(view)
+        if known is not None and known[0] == size:
+            return known[1]
+        view.check(source, is_decode)
+        target = view.tensor[tuple(slice(0, live) for live in size)]
+        self._own_targets[view] = size, target
+        return target
+
+    def _layout(self, sources: tuple[Any, ...], is_decode: bool, num_tokens: int, num_seqs: int) -> Layout:
+        """What a fill writes for a step of this live and padded size; kept while there are few.
+
+        All that is checked of a step is in the key, but for the sizes that T and B do not tell.
+        """
+        sized, own_sized = sources[: self._num_sized], sources[self._num_sized :]
+        shapes = [None if source is None else source.shape for source in sized]
+        key = (num_tokens, num_seqs, is_decode, *shapes, *[source is None for source in own_sized])
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._new_layout({"T": num_tokens, "B": num_seqs}, live)
+            layout = self._new_layout(sources, is_decode, {"T": num_tokens, "B": num_seqs})
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
+                self._own_targets.clear()
             self._layouts[key] = layout
         return layout
 
-    def _new_layout(self, padded: dict[str, int], live: dict[str, int]) -> Layout:
-        views, batched_tails, tails = [], [], []
-        for field in self._held:
-            known = {symbol.removesuffix("+1") for symbol in field.shape} <= live.keys()
-            view = View.of(
-                field,
-                shape_of(field, self._capacity | padded),
-                shape_of(field, live) if known else None,
-                self.buffer(field.name),
-            )
-            views.append(view)
-            constant = field.padding.fill_value
-            if view.live is None or view.live.shape == view.shape or constant is None:
+    def _new_layout(self, sources: Sequence[_Source], is_decode: bool, padded: dict[str, int]) -> Layout:
+        step = {field.name: source for field, source in zip(self._held, sources, strict=True)}
+        live = {}
+        for symbol, name in _SIZED_BY.items():
+            tensor = step[name]
+            if tensor is None:
+                raise ValueError(f"{name} is None; this step must have it")
+            live[symbol] = tensor.shape[0]
+        views, shown, cleared, repeats = {}, [], [], []
+        for index, field in enumerate(self._held):
+            shape = shape_of(field, self._capacity | padded)
+            live_shape = shape_of(field, live) if _is_sized(field) else None
+            view = View.of(field, shape, live_shape, self.buffer(field.name))
+            view.check(step[field.name], is_decode)
+            value = None if step[field.name] is None else view.tensor
+            shown += [(name, value) for name in (field.name, field.alias) if name is not None]
+            if value is None:
                 continue
-            tail = view.tensor[view.live.shape[0] :]
-            if view.batched:
-                batched_tails.append((tail, self._constants[constant][: tail.shape[0]]))
-            else:
-                tails.append((tail, torch.full_like(tail, constant)))
+            views[index] = view
+            constant = field.padding.fill_value
+            if live_shape is None and constant is not None:
+                cleared.append((index, view.tensor, constant))
         first, last = live["B"], padded["B"]
         if first < last:
             for offsets in self._offsets:
-                tails.append((offsets[:, first + 1 : last + 1], offsets[:, first : first + 1].expand(-1, last - first)))
-        return Layout(views=tuple(views), batched_tails=tuple(batched_tails), tails=tuple(tails))
+                tail, last_value = offsets[:, first + 1 : last + 1], offsets[:, first : first + 1]
+                repeats.append((tail, last_value.expand_as(tail)))
+        return Layout(
+            shown=tuple(shown),
+            batches=(self._batch(views, Where.DEVICE), self._batch(views, Where.HOST), self._batch(views, None)),
+            cleared=tuple(cleared),
+            repeats=tuple(repeats),
+        )
+
+    def _batch(self, views: dict[int, View], place: Where | None) -> Batch:
+        """Those of the views, by index of their fields, that are copied together."""
+        fields, live, tails, constants, own_sized = [], [], [], [], []
+        for index, view in views.items():
+            if view.batch is not place:
+                continue
+            if view.live is None:
+                own_sized.append((index, view))
+                continue
+            fields.append(index)
+            live.append(view.live)
+            constant = view.field.padding.fill_value
+            if constant is not None and view.live.shape != view.shape:
+                tail = view.tensor[view.live.shape[0] :]
+                tails.append(tail)
+                if place is None:
+                    constants.append(torch.full_like(tail, constant))
+                else:
+                    constants.append(self._constants[place, constant][: tail.shape[0]])
+        return Batch(
+            fields=tuple(fields),
+            targets=(*live, *tails),
+            constants=tuple(constants),
+            own_sized=tuple(own_sized),
+        )
 
     def _allocate(self, fields: list[Field]) -> None:
         """Buffers of fields that lie in the same place. Those that repeat their last value are padded together."""
@@ -237,19 +278,6 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             self._buffers |= {field.name: row[:size] for field, row in zip(repeating, offsets, strict=True)}
 
 
-class _Copies:
-    """Copies of one step between device tensors, launched together: a launch costs more than what it copies."""
-
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
-        for target, source in pairs:
-            self.add(target, source)
-
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._targets.append(target)
-        self._sources.append(source)
-
-    def launch(self) -> None:
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+def _is_sized(field: Field) -> bool:
+    """Whether T and B tell the field's size."""
+    return {symbol.removesuffix("+1") for symbol in field.shape} <= _SIZED_BY.keys()
