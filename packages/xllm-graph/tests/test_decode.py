@@ -58,3 +58,14 @@ def test_tokens_of_another_step_than_the_metadata_are_refused(make_setup: MakeSe
     *_, metadata = decode_step(setup, num_seqs)
     with pytest.raises(ValueError, match=f"3 tokens; the metadata has slots for {num_seqs}"):
         setup.decode.execute(tokens, positions, metadata, None)
+
+
+@pytest.mark.parametrize("logits_in_graph", [True, False])
+def test_results_ask_for_no_gradients(make_setup: MakeSetup, logits_in_graph: bool) -> None:
+    """Whatever the caller's thread is set to: hosts change logits in place."""
+    setup = make_setup(logits_in_graph=logits_in_graph)
+    step = decode_step(setup, 2)
+    assert setup.model.head.weight.requires_grad
+    with torch.enable_grad():
+        for indices in (None, step[0].new_zeros(1), step[0].new_zeros(9)):
+            assert not setup.decode.execute(*step, indices).requires_grad

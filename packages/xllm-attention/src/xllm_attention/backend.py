@@ -232,13 +232,12 @@ class AttentionBackend(ABC):
         phase = Phase.of(metadata)
         num_tokens = metadata.slot_mapping.shape[0]
         num_seqs = metadata.kv_seq_lens_host.shape[0] - 1
-        for thing, value, limit, limit_name in (
-            ("number of sequences", num_seqs, self.max_num_seqs, "max_num_seqs"),
-            ("number of tokens", num_tokens, self.max_num_tokens, "max_num_tokens"),
-            ("max_seq_len", metadata.max_seq_len, self.max_model_len, "max_model_len"),
-        ):
-            if value > limit:
-                raise ValueError(f"{thing} {value} exceeds {limit_name} {limit}")
+        if num_seqs > self.max_num_seqs:
+            raise ValueError(f"number of sequences {num_seqs} exceeds max_num_seqs {self.max_num_seqs}")
+        if num_tokens > self.max_num_tokens:
+            raise ValueError(f"number of tokens {num_tokens} exceeds max_num_tokens {self.max_num_tokens}")
+        if metadata.max_seq_len > self.max_model_len:
+            raise ValueError(f"max_seq_len {metadata.max_seq_len} exceeds max_model_len {self.max_model_len}")
         if phase is Phase.DECODE and num_tokens != num_seqs:
             raise ValueError(f"a decode step has one token a sequence: {num_tokens} tokens, {num_seqs} sequences")
         if phase is not Phase.DECODE and (metadata.qo_indptr is None or metadata.qo_indptr_host is None):

@@ -233,12 +233,12 @@ class ModelExecutor:
 
     def _check_limits(self, tokens: torch.Tensor, metadata: AttentionMetadata) -> None:
         # The backend holds more, so that padding fits.
-        for thing, value, name, limit in (
-            ("sequences", metadata.paged_kv_last_page_len_host.shape[0], "max_seqs_per_batch", self._max_num_seqs),
-            ("tokens", tokens.shape[0], "max_tokens_per_batch", self.config.max_tokens_per_batch),
-        ):
-            if value > limit:
-                raise ValueError(f"number of {thing} {value} exceeds {name} {limit}")
+        num_seqs = metadata.paged_kv_last_page_len_host.shape[0]
+        if num_seqs > self._max_num_seqs:
+            raise ValueError(f"number of sequences {num_seqs} exceeds max_seqs_per_batch {self._max_num_seqs}")
+        num_tokens, limit = tokens.shape[0], self.config.max_tokens_per_batch
+        if num_tokens > limit:
+            raise ValueError(f"number of tokens {num_tokens} exceeds max_tokens_per_batch {limit}")
 
 
 def _describe(tensor: torch.Tensor) -> str:

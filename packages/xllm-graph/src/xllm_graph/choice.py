@@ -80,6 +80,7 @@ class RunnerSet:
         self._runtime = runtime
         self._eager_is_error = eager_is_error
         self._misses = tuple(misses)
+        self._choices: dict[tuple[EagerReason, ...], Choice] = {}  # by the refusals that led to each
         self.stats = StepStats()
 
     @property
@@ -104,14 +105,26 @@ class RunnerSet:
 
     def choose(self, phase: Phase, num_tokens: int) -> Choice:
         """Who runs a step of this kind and size."""
-        misses = list(self._misses)
+        refusals = []
         for runner in self._preferred:
             reason = runner.refusal(phase, num_tokens)
             if reason is None:
-                return Choice(runner=runner, misses=tuple(misses))
-            misses.append((runner.name, reason))
+                break
+            refusals.append(reason)
+        key = tuple(refusals)
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self._choice_after(key)
+        return choice
+
+    def _choice_after(self, refusals: tuple[EagerReason, ...]) -> Choice:
+        """Who runs a step that so many of the preferred runners have refused."""
+        refused = self._preferred[: len(refusals)]
+        misses = (*self._misses, *((runner.name, reason) for runner, reason in zip(refused, refusals, strict=True)))
+        if len(refused) < len(self._preferred):
+            return Choice(runner=self._preferred[len(refused)], misses=misses)
         reason = misses[-1][1] if misses else EagerReason.GRAPHS_OFF
-        return Choice(runner=self.eager, misses=tuple(misses), eager_reason=reason)
+        return Choice(runner=self.eager, misses=misses, eager_reason=reason)
 
     def execute(
         self,

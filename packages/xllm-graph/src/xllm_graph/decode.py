@@ -124,7 +124,7 @@ class DecodeGraphRunner:
                 with self._log.measure(bucket, lambda: 1):
                     self._captured[bucket] = self._capture(bucket)
 
-    @torch.no_grad()
+    # Nothing of a step asks for gradients but the head: a graph was captured without.
     def execute(
         self,
         tokens: torch.Tensor,
@@ -161,7 +161,8 @@ class DecodeGraphRunner:
         if logits_indices is None:
             return captured.hidden[:num_tokens]
         if captured.logits is None or rows is None:
-            return self._compute_logits(captured.hidden, logits_indices)
+            with torch.no_grad():
+                return self._compute_logits(captured.hidden, logits_indices)
         return captured.logits[: rows.shape[0]]
 
     def padded_outputs(self) -> tuple[torch.Tensor, torch.Tensor | None]:

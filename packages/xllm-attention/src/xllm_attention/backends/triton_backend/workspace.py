@@ -166,7 +166,7 @@ class Workspace:
         Returns how many page indices the step has; the first work list copies them.
         """
         metadata = step.metadata
-        num_pages = int(metadata.paged_kv_indptr_host[-1])  # host memory
+        num_pages = int(metadata.paged_kv_indptr_host.numpy()[-1])  # host memory
         if num_pages > self.pages.shape[0]:
             raise ValueError(
                 f"the step has {num_pages} pages; sequences of max_model_len need {self.pages.shape[0]} at most"
