@@ -8,11 +8,13 @@ this one writes and sends again only what changes: tokens, positions, slots and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
-from xllm_metadata import AttentionMetadata, BuiltAttentionMetadata
+from xllm_metadata import FIELDS, AttentionMetadata
 
 PAGE_SIZE = 16
 
@@ -28,7 +30,8 @@ class Step:
 
 
 class StepBuilder:
-    """Builds one step after another in the same memory; the device must have passed a step before the next is built.
+    """Builds one step after another in the same memory, and describes them in the same objects; the device must have
+    passed a step before the next is built.
 
     Args:
         max_num_seqs: requests.
@@ -95,6 +98,14 @@ class _Shape:
         self._slots = numbers["slot_mapping"].reshape(num_seqs, count)
         self._last_page_len = numbers["paged_kv_last_page_len"]
         self._kv_cu_seq_lens = numbers["kv_cu_seq_lens"]
+        # Made once and changed in place, which a frozen value would cost several microseconds a step.
+        self._metadata: Any = self._described()
+        self._step = Step(
+            tokens=self._fields["tokens"],
+            positions=self._fields["positions"],
+            metadata=self._metadata,
+            logits_indices=self._fields["last_rows"],
+        )
 
     def step(self, first: int, tokens: np.ndarray) -> Step:
         """The step that begins at position `first` of every request."""
@@ -110,29 +121,29 @@ class _Shape:
         self._last_page_len.fill((end - 1) % PAGE_SIZE + 1)
         np.multiply(self._rows, end, out=self._kv_cu_seq_lens)
         self._target.copy_(self._source, non_blocking=True)
-        return self._described(first, end)
+        self._metadata.max_seq_len = end
+        if self._count > 1:
+            self._metadata.is_prefill = first == 0
+            self._metadata.is_chunked_prefill = first > 0
+        return self._step
 
-    def _described(self, first: int, end: int) -> Step:
+    def _described(self) -> SimpleNamespace:
+        """The metadata of all steps, but for what `step` sets."""
         device, host, decode = self._fields, self._mirrors, self._count == 1
-        metadata: AttentionMetadata = BuiltAttentionMetadata(
-            slot_mapping=device["slot_mapping"],
-            paged_kv_indptr=device["paged_kv_indptr"],
-            paged_kv_indices=device["paged_kv_indices"],
-            paged_kv_last_page_len=device["paged_kv_last_page_len"],
-            kv_cu_seq_lens=device["kv_cu_seq_lens"],
-            qo_indptr=None if decode else device["qo_indptr"],
-            kv_seq_lens_host=host["kv_cu_seq_lens"],
-            paged_kv_indptr_host=host["paged_kv_indptr"],
-            paged_kv_last_page_len_host=host["paged_kv_last_page_len"],
-            qo_indptr_host=None if decode else host["qo_indptr"],
-            max_query_len=self._count,
-            max_seq_len=end,
-            is_prefill=not decode and first == 0,
-            is_chunked_prefill=not decode and first > 0,
-        )
-        return Step(
-            tokens=device["tokens"],
-            positions=device["positions"],
-            metadata=metadata,
-            logits_indices=device["last_rows"],
-        )
+        members = dict.fromkeys(field.name for field in FIELDS) | {
+            "slot_mapping": device["slot_mapping"],
+            "paged_kv_indptr": device["paged_kv_indptr"],
+            "paged_kv_indices": device["paged_kv_indices"],
+            "paged_kv_last_page_len": device["paged_kv_last_page_len"],
+            "kv_cu_seq_lens": device["kv_cu_seq_lens"],
+            "qo_indptr": None if decode else device["qo_indptr"],
+            "kv_seq_lens_host": host["kv_cu_seq_lens"],
+            "paged_kv_indptr_host": host["paged_kv_indptr"],
+            "paged_kv_last_page_len_host": host["paged_kv_last_page_len"],
+            "qo_indptr_host": None if decode else host["qo_indptr"],
+            "max_query_len": self._count,
+            "is_prefill": False,
+            "is_chunked_prefill": False,
+        }
+        aliases = {field.alias: members[field.name] for field in FIELDS if field.alias is not None}
+        return SimpleNamespace(**members, **aliases)
