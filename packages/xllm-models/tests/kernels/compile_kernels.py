@@ -27,9 +27,11 @@ def cases() -> Iterator[Case]:
     for residual in (False, True):
         for unit_offset in (False, True):
             constants = [1024, 1024, 1024, 1024, residual, unit_offset]
-            yield norm._norm_kernel, [B, B, B, B, B, "fp32"], constants, {"num_warps": 4}
+            types = [B, B, B, B, B, B, "i32", "i32", "fp32"]
+            yield norm._launch._kernel, types, [*constants, 128], {"num_warps": 4}
     for kind in ("silu", "tanh", "none"):
-        yield activation._gated_kernel, [B, B], [6144, 3072, 1024, kind], {"num_warps": 4}
+        constants = [6144, 3072, 1024, kind]
+        yield activation._launch._kernel, [B, B, B, "i32", "i32"], constants, {"num_warps": 4}
     for ids in (I, "*i64"):
         constants = [1024, 1, 1024, 1024]
         yield embedding._launch._kernel, [ids, B, B, "i32", "i32"], constants, {"num_warps": 4}
@@ -51,8 +53,8 @@ def cases() -> Iterator[Case]:
                 constants = [*places, span // size, 16 // size]
                 yield shared_sums._launch_reduce._kernel, [kind, "*i64", I, "i32"], constants, options
                 for unit_offset in (False, True):
-                    types = [kind, kind, kind, kind, kind, "*i64", I, "i32", "i32", "fp32"]
-                    constants = [*places, 1024, 1024, unit_offset]
+                    types = [kind, kind, kind, kind, kind, "*i64", I, kind, *["i32"] * 4, "fp32"]
+                    constants = [*places, 1024, 1024, unit_offset, 128]
                     yield shared_sums._launch_reduce_norm._kernel, types, constants, {"num_warps": 4}
         constants = [1, ranks, 0, 128 * 147456, 147456, 1024]
         yield shared_gather._launch._kernel, [I, I, "*i64", I, *["i32"] * 3], constants, {"num_warps": 16}

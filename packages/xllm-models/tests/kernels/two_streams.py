@@ -5,6 +5,8 @@ A script of its own, since ranks that do not meet wait for ever: `test_kernels` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from xllm_models.kernels import norm
@@ -41,17 +43,22 @@ def other_operands(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
 OPERANDS = [other_operands(shape) for shape in NORMED]
 
 
-def calls(inputs: list[torch.Tensor], channels: Channels) -> list[torch.Tensor]:
-    """Sums in place; returns norms, then what was gathered."""
+def calls(
+    inputs: list[torch.Tensor], channels: Channels, before: Callable[[], object] = lambda: None
+) -> list[torch.Tensor]:
+    """Sums in place; returns norms, then what was gathered. `before` each of them."""
     results = []
     at = iter(inputs)
     for _ in SUMS:
+        before()
         all_reduce_(next(at), channels)
     for residual, weight in OPERANDS:
-        done = all_reduce_add_rms_norm(next(at), residual, weight, EPS, False, channels)
+        before()
+        done = all_reduce_add_rms_norm(next(at), residual, weight, EPS, False, weight, channels)
         assert done is not None
         results.extend(done)
     for x in at:
+        before()
         out = x.new_empty((x.shape[0], NUM_RANKS * x.shape[1]))
         all_gather_into(out, x, 1, channels)
         results.append(out)
@@ -60,9 +67,14 @@ def calls(inputs: list[torch.Tensor], channels: Channels) -> list[torch.Tensor]:
 
 def load_kernels(memory: torch.Tensor, channels: list[Channels]) -> None:
     """Every variant once, one after another: loading code may wait for kernels that run, which would wait for it."""
+
+    def other_came() -> None:
+        """As if the other had, long ago: its flags are far ahead, its terms are numbers."""
+        memory.view(torch.int32).fill_(1 << 30)
+
     for rank in range(NUM_RANKS):
-        memory.view(torch.int32).fill_(1 << 30)  # as if the other had come long ago
-        calls([torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES], channels[rank])
+        inputs = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES]
+        calls(inputs, channels[rank], other_came)
         torch.cuda.synchronize()
         channels[rank].counts.zero_()
     for part in memory:

@@ -100,7 +100,13 @@ class Doubling:
         return "raised"
 
     def all_reduce_add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        unit_offset: bool,
+        ahead: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
         return None if unit_offset else ("fused", x - 1, residual - 1)
 
@@ -173,6 +179,7 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
         weight: torch.Tensor,
         eps: float,
         unit_offset: bool,
+        ahead: torch.Tensor | None,
         channels: Channels,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         seen.append(channels)

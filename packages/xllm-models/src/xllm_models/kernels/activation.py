@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .ahead import ask_for_share, shares_of
 from .launcher import Launcher, power_of_two
 from .overlap import wait_for_previous
 
@@ -26,12 +27,18 @@ def _activate(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 def _gated_kernel(
     x: tl.tensor,
     out: tl.tensor,
+    ahead: tl.tensor,
+    ahead_bytes: tl.tensor,
+    ahead_chunk: tl.tensor,
     x_stride: tl.constexpr,
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    if OVERLAP:
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        ask_for_share(ahead, ahead_bytes, ahead_chunk, program, 128)
     wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -42,22 +49,24 @@ def _gated_kernel(
     tl.store(out + row * size + columns, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
-_launch = Launcher(_gated_kernel, overlaps=True, num_warps=4)
+_launch = Launcher(
+    triton.jit(_gated_kernel.fn, do_not_specialize=["ahead_bytes", "ahead_chunk"]), overlaps=True, num_warps=4
+)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(x: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops.silu_and_mul`."""
-    return _gated("silu_and_mul", x, "silu")
+    return _gated("silu_and_mul", x, "silu", ahead)
 
 
-def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def gelu_and_mul(x: torch.Tensor, approximate: str, ahead: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops.gelu_and_mul`."""
     if approximate not in ("none", "tanh"):
         raise RuntimeError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-    return _gated("gelu_and_mul", x, approximate)
+    return _gated("gelu_and_mul", x, approximate, ahead)
 
 
-def _gated(name: str, x: torch.Tensor, kind: str) -> torch.Tensor:
+def _gated(name: str, x: torch.Tensor, kind: str, ahead: torch.Tensor | None) -> torch.Tensor:
     if x.shape[-1] % 2:
         raise ValueError(f"{name} needs an even last dimension, got {x.shape[-1]}")
     size = x.shape[-1] // 2
@@ -67,5 +76,8 @@ def _gated(name: str, x: torch.Tensor, kind: str) -> torch.Tensor:
         rows = rows.contiguous()
     if rows.shape[0]:
         block = min(power_of_two(size), 1024)
-        _launch((rows.shape[0], -(-size // block), 1), (rows, out), (), (rows.stride(0), size, block, kind))
+        num_rows, num_blocks = rows.shape[0], -(-size // block)
+        tensors = (rows, out, rows if ahead is None else ahead)
+        scalars = shares_of(ahead, num_rows, num_rows * num_blocks, 4)
+        _launch((num_rows, num_blocks, 1), tensors, scalars, (rows.stride(0), size, block, kind))
     return out

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .ahead import ask_for_share, shares_of
 from .launcher import Launcher, num_warps_for, power_of_two
 from .overlap import wait_for_previous
 
@@ -36,6 +37,9 @@ def _norm_kernel(
     weight: tl.tensor,
     out: tl.tensor,
     total: tl.tensor,
+    ahead: tl.tensor,
+    ahead_bytes: tl.tensor,
+    ahead_chunk: tl.tensor,
     eps: tl.tensor,
     x_stride: tl.constexpr,
     residual_stride: tl.constexpr,
@@ -43,8 +47,11 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    NUM_THREADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    if OVERLAP:
+        ask_for_share(ahead, ahead_bytes, ahead_chunk, tl.program_id(0), NUM_THREADS)
     wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -60,7 +67,7 @@ def _norm_kernel(
     tl.store(out + row * size + columns, norm_of(value, factor, size, eps, UNIT_OFFSET, dtype), mask=mask)
 
 
-_launch = Launcher(_norm_kernel, overlaps=True)
+_launch = Launcher(triton.jit(_norm_kernel.fn, do_not_specialize=["ahead_bytes", "ahead_chunk"]), overlaps=True)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
@@ -68,28 +75,49 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: boo
     out = x.new_empty(x.shape)
     rows = _rows(x)
     if rows.shape[0]:
-        size = rows.shape[1]
-        block = power_of_two(size)
-        constants = (rows.stride(0), 0, size, block, False, unit_offset)
-        tensors = (rows, rows, weight, out, out)
-        _launch((rows.shape[0], 1, 1), tensors, (eps,), constants, num_warps=num_warps_for(block))
+        _norm(rows, None, weight, out, out, None, eps, unit_offset)
     return out
 
 
 def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.fused_add_rms_norm`."""
     out = x.new_empty(x.shape)
     total = x.new_empty(x.shape)
-    rows, before = _rows(x), _rows(residual)
+    rows = _rows(x)
     if rows.shape[0]:
-        size = rows.shape[1]
-        block = power_of_two(size)
-        constants = (rows.stride(0), before.stride(0), size, block, True, unit_offset)
-        tensors = (rows, before, weight, out, total)
-        _launch((rows.shape[0], 1, 1), tensors, (eps,), constants, num_warps=num_warps_for(block))
+        _norm(rows, _rows(residual), weight, out, total, ahead, eps, unit_offset)
     return out, total
+
+
+def _norm(
+    rows: torch.Tensor,
+    before: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor,
+    ahead: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool,
+) -> None:
+    num_rows, size = rows.shape
+    block = power_of_two(size)
+    num_warps = num_warps_for(block)
+    constants = (
+        rows.stride(0), 0 if before is None else before.stride(0), size, block, before is not None, unit_offset,
+        num_warps * 32,
+    )  # fmt: skip
+    tensors = (
+        rows, rows if before is None else before, weight, out, total, weight if ahead is None else ahead,
+    )  # fmt: skip
+    scalars = (*shares_of(ahead, num_rows, num_rows, num_warps), eps)
+    _launch((num_rows, 1, 1), tensors, scalars, constants, num_warps=num_warps)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

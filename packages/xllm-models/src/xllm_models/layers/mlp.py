@@ -12,7 +12,7 @@ from ..ops import gelu_and_mul, silu_and_mul
 from .linear import GateUpLinear, RowLinear
 from .parallel import TensorParallel
 
-_GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_GATED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": silu_and_mul,
     "swish": silu_and_mul,
     "gelu": gelu_and_mul,
@@ -41,5 +41,6 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, reduce=reduce, tp=tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.activation(self.gate_up_proj(x)))
+        inner = self.activation(self.gate_up_proj(x), ahead=self.down_proj.weight)
+        out: torch.Tensor = self.down_proj(inner)
         return out

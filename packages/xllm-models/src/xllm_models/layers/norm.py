@@ -36,9 +36,12 @@ class ResidualRMSNorm(nn.Module):
         self.group = tp.group if tp is not None and tp.size > 1 else None
         self.weight = nn.Parameter(torch.empty(size))
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`ahead`: the weight of the product that comes next, as of `fused_add_rms_norm`."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps, self.unit_offset), x
         if self.group is None:
-            return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset)
-        return all_reduce_add_rms_norm_(x, residual, self.weight, self.eps, self.unit_offset, self.group)
+            return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset, ahead)
+        return all_reduce_add_rms_norm_(x, residual, self.weight, self.eps, self.unit_offset, self.group, ahead)

@@ -117,13 +117,19 @@ def _all_reduce_fake(x: torch.Tensor, group: str) -> None:
 
 
 def _all_reduce_add_rms_norm_torch(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool, group: str
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool,
+    group: str,
+    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     registered = _registered(group)
-    done = registered.transport.all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset)
+    done = registered.transport.all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, ahead)
     if done is None:
         _all_reduce_torch(x, group)
-        return fused_add_rms_norm(x, residual, weight, eps, unit_offset)
+        return fused_add_rms_norm(x, residual, weight, eps, unit_offset, ahead)
     _count("all_reduce", x)
     way, normed, total = done
     registered.reduce_ways[way] += 1
@@ -131,7 +137,13 @@ def _all_reduce_add_rms_norm_torch(
 
 
 def _all_reduce_add_rms_norm_fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool, group: str
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool,
+    group: str,
+    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
@@ -177,8 +189,8 @@ def _broadcast_fake(x: torch.Tensor, source: int, group: str) -> None:
 
 _all_reduce = define_op("all_reduce_(Tensor(a!) x, str group) -> ()", _all_reduce_torch, _all_reduce_fake)
 _all_reduce_add_rms_norm = define_op(
-    "all_reduce_add_rms_norm_(Tensor(a!) x, Tensor residual, Tensor weight, float eps, bool unit_offset, str group)"
-    " -> (Tensor, Tensor)",
+    "all_reduce_add_rms_norm_(Tensor(a!) x, Tensor residual, Tensor weight, float eps, bool unit_offset, str group,"
+    " Tensor? ahead=None) -> (Tensor, Tensor)",
     _all_reduce_add_rms_norm_torch,
     _all_reduce_add_rms_norm_fake,
 )
@@ -198,7 +210,13 @@ def all_reduce_(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def all_reduce_add_rms_norm_(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool, group: str
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool,
+    group: str,
+    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fused_add_rms_norm` of the sum of x over the ranks of `group`, bit-equal to `all_reduce_` and then that.
 
@@ -206,7 +224,7 @@ def all_reduce_add_rms_norm_(
     """
     return cast(
         tuple[torch.Tensor, torch.Tensor],
-        _all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, group),
+        _all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, group, ahead),
     )
 
 

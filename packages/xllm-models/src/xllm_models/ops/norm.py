@@ -32,14 +32,24 @@ def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offse
 
 
 def _fused_add_rms_norm_torch(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = (x + residual).contiguous()
     return _rms_norm_torch(total, weight, eps, unit_offset), total
 
 
 def _fused_add_rms_norm_fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
@@ -51,8 +61,8 @@ _rms_norm = define_op(
     triton="norm:rms_norm",
 )
 _fused_add_rms_norm = define_op(
-    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool unit_offset=False)"
-    " -> (Tensor, Tensor)",
+    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool unit_offset=False,"
+    " Tensor? ahead=None) -> (Tensor, Tensor)",
     _fused_add_rms_norm_torch,
     _fused_add_rms_norm_fake,
     triton="norm:fused_add_rms_norm",
@@ -70,10 +80,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: boo
 
 
 def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x + residual, and the sum itself (rounded to x's dtype) as the next residual.
 
-    x, residual [..., N]; weight [N]; both results are new and contiguous. `unit_offset` as in `rms_norm`.
+    x, residual [..., N]; weight [N]; both results are new and contiguous. `unit_offset` as in `rms_norm`. `ahead` is
+    the weight of the product that comes next, for the device's cache to load meanwhile; no result depends on it.
     """
-    return cast(tuple[torch.Tensor, torch.Tensor], _fused_add_rms_norm(x, residual, weight, eps, unit_offset))
+    return cast(tuple[torch.Tensor, torch.Tensor], _fused_add_rms_norm(x, residual, weight, eps, unit_offset, ahead))

@@ -93,14 +93,22 @@ class SymmetricTransport:
         return Way.ONE_SHOT.value
 
     def all_reduce_add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        unit_offset: bool,
+        ahead: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
         """See `Transport.all_reduce_add_rms_norm`: sums that are one-shot, of [T, N] with rows of 16 bytes."""
         size = x.element_size()
         way = self._rule.reduce_way(x.numel() * size, x.dtype, int(x.storage_offset()) * size)
         if way is not Way.ONE_SHOT or x.ndim != 2 or x.shape[1] * size % ALIGNMENT:
             return None
-        done = self._sums.all_reduce_add_rms_norm(x, residual.contiguous(), weight, eps, unit_offset, self._channels)
+        done = self._sums.all_reduce_add_rms_norm(
+            x, residual.contiguous(), weight, eps, unit_offset, ahead, self._channels
+        )
         return None if done is None else (way.value, *done)
 
     def _at_once(self, x: torch.Tensor) -> None:

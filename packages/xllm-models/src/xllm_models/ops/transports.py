@@ -36,7 +36,13 @@ class Transport(Protocol):
         ...
 
     def all_reduce_add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        unit_offset: bool,
+        ahead: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
         """The sum of x over the ranks taken into the residual and normed: (way, norm, next residual), see the op.
 
@@ -68,7 +74,13 @@ class GroupTransport:
         return self.name
 
     def all_reduce_add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        unit_offset: bool,
+        ahead: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
         """See `Transport.all_reduce_add_rms_norm`: None."""
         return None

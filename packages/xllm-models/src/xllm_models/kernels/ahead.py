@@ -1,0 +1,49 @@
+# mypy: disallow-untyped-decorators=False
+"""Asking for weights before they are read, from compute capability 9.0 on.
+
+The memory idles while a small kernel ends and the next one begins. What a product will read of its weight is known long
+before, and asking for it changes nothing, so it may come before a kernel waits for the one before it (`overlap`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+FEW_ROWS = 16  # products of so many rows are `linear`'s kernels, which ask for their weights themselves
+MANY_ROWS = 256  # beyond it products take their time
+MAX_BYTES = 16 << 20  # at once: a part of the cache that does not drive out what is in use
+
+
+@triton.jit
+def ask_for(address: tl.tensor, num_bytes: tl.tensor) -> None:
+    """Lets the second-level cache load `num_bytes` from each address (int64) on; 0 or less: nothing.
+
+    As many addresses as a program has threads: fewer would be asked for repeatedly.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [address & -16, (num_bytes + 15) & -16],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def ask_for_share(
+    base: tl.tensor, num_bytes: tl.tensor, chunk: tl.tensor, program: tl.tensor, NUM_THREADS: tl.constexpr
+) -> None:
+    """Asks for a program's share of `num_bytes` from a pointer on, `chunk` a thread: what `shares_of` says."""
+    offset = (program * NUM_THREADS + tl.arange(0, NUM_THREADS)) * chunk
+    ask_for(base.to(tl.int64) + offset, tl.minimum(num_bytes - offset, chunk))
+
+
+def shares_of(weight: torch.Tensor | None, num_rows: int, num_programs: int, num_warps: int) -> tuple[int, int]:
+    """How many bytes of a weight to ask for in front of a product of `num_rows`, and how many a thread."""
+    if weight is None or not FEW_ROWS < num_rows <= MANY_ROWS:
+        return 0, 0
+    num_bytes = min(weight.numel() * weight.element_size(), MAX_BYTES)
+    return num_bytes, -(-num_bytes // (num_programs * num_warps * 32 * 16)) * 16
