@@ -130,11 +130,13 @@ class Bench:
             index = max(0, position - self.arguments.input_len + 1)
             margins[requests, index] = (first - second).cpu().numpy()
         num_seqs = logits.shape[0]
-        torch.argmax(logits, dim=-1, out=self._sampled[:num_seqs])
-        self._read[:num_seqs].copy_(self._sampled[:num_seqs], non_blocking=True)
+        sampled, read = self._sampled[:num_seqs], self._read[:num_seqs]
+        torch.argmax(logits, dim=-1, out=sampled)
+        read.copy_(sampled, non_blocking=True)
+        tokens = read.numpy()  # the same memory; what can be done before the device is through is
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the next step needs them on the host
-        return self._read[:num_seqs].numpy()
+        return tokens
 
     def measure(
         self, executor: ModelExecutor, batch: int, truth: _Truth | None, repeats: int

@@ -28,7 +28,7 @@ class Graph(Protocol):
     """A captured sequence of device work."""
 
     def replay(self) -> None:
-        """Enqueues the work on the current stream, at the captured addresses."""
+        """Enqueues the work on the current stream, at the captured addresses; without gradients in any grad mode."""
         ...
 
 
