@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from xllm_text.worker import Worker
 
@@ -29,12 +31,21 @@ NEXT_TURN = 48  # of 40 + 12 + 9 tokens; the last of the answer was never an inp
 
 
 @pytest.fixture(scope="session")
-def expected(llama: Path, hf_greedy: HfGreedy) -> dict[str, tuple[list[int], list[int]]]:
+def checkpoint(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with weights so large that tokens depend on every page."""
+    torch.manual_seed(8)
+    folder = tmp_path_factory.mktemp("attentive")
+    LlamaForCausalLM(LlamaConfig(**small_config, initializer_range=0.2)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint: Path, hf_greedy: HfGreedy) -> dict[str, tuple[list[int], list[int]]]:
     """(prompt, answer) by name, "next turn" being the first one's answered and asked on."""
     prompts = [prompt for prompt, _ in PROMPTS.values()]
-    answers = hf_greedy(llama, prompts, NUM_TOKENS, None)
+    answers = hf_greedy(checkpoint, prompts, NUM_TOKENS, None)
     turn = BASE + answers[0] + REST
-    answers += hf_greedy(llama, [turn], NUM_TOKENS, None)
+    answers += hf_greedy(checkpoint, [turn], NUM_TOKENS, None)
     return dict(zip([*PROMPTS, "next turn"], zip([*prompts, turn], answers, strict=True), strict=True))
 
 
@@ -69,7 +80,7 @@ def answer_all(worker: Worker, prompts: dict[str, list[int]]) -> tuple[dict[str,
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_transformers_and_hits_are_what_prompts_have_in_common(
-    llama: Path,
+    checkpoint: Path,
     worker_path: Path,
     expected: dict[str, tuple[list[int], list[int]]],
     monkeypatch: pytest.MonkeyPatch,
@@ -77,7 +88,7 @@ def test_tokens_are_transformers_and_hits_are_what_prompts_have_in_common(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     flags = ["--device=cpu", "--dtype=float32", f"--block_size={PAGE}", "--max_model_len=128", *CASES[case]]
-    with Worker([str(worker_path), f"--model={llama}", *flags]) as worker:
+    with Worker([str(worker_path), f"--model={checkpoint}", *flags]) as worker:
         worker.ready()
         answers, stats = answer_all(worker, {name: prompt for name, (prompt, _) in expected.items()})
         assert worker.close() == 0
