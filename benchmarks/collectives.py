@@ -184,9 +184,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         ("norm", "rows of 1024, sum and norm", "rows"),
         ("logits", "rows of logits", "rows"),
     )
-    return "\n".join(
-        _side_by_side([row for row in rows if row["kind"] == kind], heading, key) for kind, heading, key in headed
-    )
+    of_kind = {kind: [row for row in rows if row["kind"] == kind] for kind, _, _ in headed}
+    return "\n".join(_side_by_side(of_kind[kind], heading, key) for kind, heading, key in headed if of_kind[kind])
 
 
 def _side_by_side(rows: list[dict[str, Any]], heading: str, key: str) -> str:

@@ -118,7 +118,7 @@ def test_collectives_are_measured_and_tabled(load: Any, capsys: pytest.CaptureFi
     result = tmp_path / "collectives.json"
     load("collectives").main(["--device", "cpu", "--repeats", "1", "--payloads", "2048,4096", "--out", str(result)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| bytes | gloo, us |"
+    assert lines[0] == "| bytes of a rank | gloo, us |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| 2048", "| 4096"]
     rows = json.loads(result.read_text())["results"]["rows"]
     assert [row["rows"] for row in rows if row["kind"] == "logits"] == [1, 8, 16, 112]

@@ -50,8 +50,8 @@ def test_two_ranks_conform(
     graphs: dict[str, int],
     ways: list[str],
 ) -> None:
-    """Two layers: two cuts at attention, and with the collectives five more: the first is the embedding's, the last ends
-    the model.
+    """Two layers: two cuts at attention, and with the collectives five more. The first is the embedding's, the last
+    ends the model.
 
     A step without tokens has nothing to sum: the group's own backend lets the ranks meet.
     """

@@ -78,6 +78,6 @@ def _gated(name: str, x: torch.Tensor, kind: str, ahead: torch.Tensor | None) ->
         block = min(power_of_two(size), 1024)
         num_rows, num_blocks = rows.shape[0], -(-size // block)
         tensors = (rows, out, rows if ahead is None else ahead)
-        scalars = shares_of(ahead, num_rows, num_rows * num_blocks, 4)
+        scalars = shares_of(ahead, num_rows, num_rows * num_blocks)
         _launch((num_rows, num_blocks, 1), tensors, scalars, (rows.stride(0), size, block, kind))
     return out

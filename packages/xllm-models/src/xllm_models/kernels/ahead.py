@@ -16,11 +16,14 @@ MANY_ROWS = 256  # beyond it products take their time
 MAX_BYTES = 16 << 20  # at once: a part of the cache that does not drive out what is in use
 
 
+_LANES = tl.constexpr(8)  # threads of a program that ask for its share
+
+
 @triton.jit
 def ask_for(address: tl.tensor, num_bytes: tl.tensor) -> None:
     """Lets the second-level cache load `num_bytes` from each address (int64) on; 0 or less: nothing.
 
-    As many addresses as a program has threads: fewer would be asked for repeatedly.
+    As many addresses as a program has threads, most of them for nothing: a warp's threads ask one after the other.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
@@ -36,14 +39,16 @@ def ask_for(address: tl.tensor, num_bytes: tl.tensor) -> None:
 def ask_for_share(
     base: tl.tensor, num_bytes: tl.tensor, chunk: tl.tensor, program: tl.tensor, NUM_THREADS: tl.constexpr
 ) -> None:
-    """Asks for a program's share of `num_bytes` from a pointer on, `chunk` a thread: what `shares_of` says."""
-    offset = (program * NUM_THREADS + tl.arange(0, NUM_THREADS)) * chunk
-    ask_for(base.to(tl.int64) + offset, tl.minimum(num_bytes - offset, chunk))
+    """Asks for a program's share of `num_bytes` from a pointer on, `chunk` for a lane: what `shares_of` says."""
+    thread = tl.arange(0, NUM_THREADS)
+    offset = (program * _LANES + thread) * chunk
+    wanted = tl.where(thread < _LANES, tl.minimum(num_bytes - offset, chunk), 0)
+    ask_for(base.to(tl.int64) + offset, wanted)
 
 
-def shares_of(weight: torch.Tensor | None, num_rows: int, num_programs: int, num_warps: int) -> tuple[int, int]:
-    """How many bytes of a weight to ask for in front of a product of `num_rows`, and how many a thread."""
+def shares_of(weight: torch.Tensor | None, num_rows: int, num_programs: int) -> tuple[int, int]:
+    """How many bytes of a weight to ask for in front of a product of `num_rows`, and how many for a lane."""
     if weight is None or not FEW_ROWS < num_rows <= MANY_ROWS:
         return 0, 0
     num_bytes = min(weight.numel() * weight.element_size(), MAX_BYTES)
-    return num_bytes, -(-num_bytes // (num_programs * num_warps * 32 * 16)) * 16
+    return num_bytes, -(-num_bytes // (num_programs * _LANES.value * 16)) * 16

@@ -31,16 +31,15 @@ def _ask_for_rows(
     BLOCK_N: tl.constexpr,
     NUM_THREADS: tl.constexpr,
 ) -> None:
-    """Asks for this program's rows of the weight: an equal part of one of them a thread."""
+    """Asks for this program's rows of the weight: a thread each, or four of them together where they adjoin."""
     if tl.program_id(0) < _FIRST_PROGRAMS:
         item_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-        parts: tl.constexpr = NUM_THREADS // BLOCK_N
-        part: tl.constexpr = (num_features * item_bytes + parts * 16 - 1) // (parts * 16) * 16
+        together: tl.constexpr = 4 if w_stride == num_features and BLOCK_N % 4 == 0 else 1
+        row_bytes: tl.constexpr = num_features * item_bytes
         thread = tl.arange(0, NUM_THREADS)
-        row = tl.program_id(0) * BLOCK_N + thread // parts
-        offset = thread % parts * part
-        num_bytes = tl.where(row < num_outputs, tl.minimum(num_features * item_bytes - offset, part), 0)
-        ask_for(weight.to(tl.int64) + row.to(tl.int64) * (w_stride * item_bytes) + offset, num_bytes)
+        row = tl.program_id(0) * BLOCK_N + thread * together
+        rows = tl.where(thread * together < BLOCK_N, tl.minimum(num_outputs - row, together), 0)
+        ask_for(weight.to(tl.int64) + row.to(tl.int64) * (w_stride * item_bytes), rows * row_bytes)
 
 
 @triton.jit

@@ -116,7 +116,7 @@ def _norm(
     tensors = (
         rows, rows if before is None else before, weight, out, total, weight if ahead is None else ahead,
     )  # fmt: skip
-    scalars = (*shares_of(ahead, num_rows, num_rows, num_warps), eps)
+    scalars = (*shares_of(ahead, num_rows, num_rows), eps)
     _launch((num_rows, 1, 1), tensors, scalars, constants, num_warps=num_warps)
 
 

@@ -236,7 +236,7 @@ def all_reduce_add_rms_norm(
     constants = (*_constants(channels, kind), size, block, unit_offset, num_warps * 32)
     counts = channels.counts[kind]
     tensors = (x, residual, weight, out, total, channels.addresses, counts, weight if ahead is None else ahead)
-    scalars = (num_rows, rows_each, *shares_of(ahead, num_rows, num_programs, num_warps), eps)
+    scalars = (num_rows, rows_each, *shares_of(ahead, num_rows, num_programs), eps)
     _launch_reduce_norm((num_programs, 1, 1), tensors, scalars, constants, num_warps=num_warps)
     return out, total
 
