@@ -155,7 +155,6 @@ from triton.compiler import ASTSource
 from xllm_attention import AttentionSpec
 from xllm_attention.backends.triton_backend.append import append_kernel
 from xllm_attention.backends.triton_backend.attend import attend_kernel
-from xllm_attention.backends.triton_backend.backend import NEXT_TILES, PREFETCHED_TILES
 from xllm_attention.backends.triton_backend.tiles import decode_tiles, prefill_tiles
 from xllm_attention.backends.triton_backend.worklist import ITEM_WIDTH, worklist_kernel
 
@@ -169,11 +168,8 @@ def build(kernel, types, constants, options):
     assert compiled.metadata.shared <= 227 * 1024, (kernel.__name__, constants, compiled.metadata.shared)
     before, wait, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
     assert bool(wait) == constants.get("PDL", False)
-    # Items and page indices are read before the wait, and no more; of the cache lines are only asked for.
-    ahead = constants.get("PREFETCH", 0)
-    assert not wait or before.count("ld.global") <= ITEM_WIDTH.value + 3 + 2 * ahead, before.count("ld.global")
-    assert ("cp.async.bulk.prefetch.L2" in before) == (ahead > 0)
-    assert ("cp.async.bulk.prefetch.L2" in compiled.asm["ptx"][len(before):]) == (constants.get("NEXT", 0) > 0)
+    # The item is read before the wait, and no more.
+    assert not wait or before.count("ld.global") <= ITEM_WIDTH.value, before.count("ld.global")
 
 kind, dtype, head_dim, group, window, cap, paged = eval(sys.argv[1])
 spec = AttentionSpec(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window,
@@ -192,14 +188,12 @@ build(worklist_kernel, {name: "*i32" for name in pointers},
       {"G": group, "WINDOW": window, "DECODE": decode, "BLOCK_M": tiles.block_m, "UNIT": tiles.block_n,
        "LEAST_UNITS": tiles.least_units, "ENOUGH_UNITS": tiles.enough_units, "BLOCK_B": 128, "BLOCK_I": 32}, {})
 data = {name: "*" + dtype for name in ("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr", "k_cache_ptr", "v_cache_ptr")}
-data |= {name: "*" + dtype for name in ("k_next_ptr", "v_next_ptr")}
 data |= {"items_ptr": "*i32", "pages_ptr": "*i32", "arrived_ptr": "*i32", "partial_ptr": "*fp32", "state_ptr": "*fp32"}
 build(attend_kernel, data,
       {"STRIDES": rows * 3 + (2 * group * head_dim, head_dim, 1) + cache * 2, "scale": 0.1, "soft_cap": cap, "G": group,
        "K": 2, "D": head_dim, "D_PAD": d_pad, "PAGE_SIZE": 16, "WINDOW": window, "CAP": cap > 0, "DECODE": decode,
        "PAGED": paged, "IEEE": dtype == "fp32", "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
-       "R": tiles.kept_rows, "BLOCK_C": tiles.block_c, "PDL": decode,
-       "PREFETCH": PREFETCHED_TILES * decode, "NEXT": NEXT_TILES * decode},
+       "R": tiles.kept_rows, "BLOCK_C": tiles.block_c, "PDL": decode},
       {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers,
        "launch_pdl": decode})
 """

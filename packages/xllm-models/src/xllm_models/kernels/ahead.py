@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-FEW_ROWS = 16  # products of so many rows are `linear`'s kernels, which ask for their weights themselves
-MANY_ROWS = 256  # beyond it products take their time
+from .linear import MAX_ROWS
+
+MANY_ROWS = 256  # beyond it products take their time; up to `linear.MAX_ROWS` they are bound by the memory alone
 MAX_BYTES = 16 << 20  # at once: a part of the cache that does not drive out what is in use
-
-
 _LANES = tl.constexpr(8)  # threads of a program that ask for its share
 
 
@@ -48,7 +47,7 @@ def ask_for_share(
 
 def shares_of(weight: torch.Tensor | None, num_rows: int, num_programs: int) -> tuple[int, int]:
     """How many bytes of a weight to ask for in front of a product of `num_rows`, and how many for a lane."""
-    if weight is None or not FEW_ROWS < num_rows <= MANY_ROWS:
+    if weight is None or not MAX_ROWS < num_rows <= MANY_ROWS:
         return 0, 0
     num_bytes = min(weight.numel() * weight.element_size(), MAX_BYTES)
     return num_bytes, -(-num_bytes // (num_programs * _LANES.value * 16)) * 16

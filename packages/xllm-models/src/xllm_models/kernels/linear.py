@@ -12,34 +12,11 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from .ahead import FEW_ROWS, ask_for
 from .launcher import Launcher, power_of_two
 from .overlap import wait_for_previous
 
-MAX_ROWS = FEW_ROWS
-# Programs that come while the kernel before this one ends; later ones have nothing to wait for.
-_FIRST_PROGRAMS = tl.constexpr(2048)
+MAX_ROWS = 16
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
-
-
-@triton.jit
-def _ask_for_rows(
-    weight: tl.tensor,
-    w_stride: tl.constexpr,
-    num_outputs: tl.constexpr,
-    num_features: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_THREADS: tl.constexpr,
-) -> None:
-    """Asks for this program's rows of the weight: a thread each, or four of them together where they adjoin."""
-    if tl.program_id(0) < _FIRST_PROGRAMS:
-        item_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-        together: tl.constexpr = 4 if w_stride == num_features and BLOCK_N % 4 == 0 else 1
-        row_bytes: tl.constexpr = num_features * item_bytes
-        thread = tl.arange(0, NUM_THREADS)
-        row = tl.program_id(0) * BLOCK_N + thread * together
-        rows = tl.where(thread * together < BLOCK_N, tl.minimum(num_outputs - row, together), 0)
-        ask_for(weight.to(tl.int64) + row.to(tl.int64) * (w_stride * item_bytes), rows * row_bytes)
 
 
 @triton.jit
@@ -57,8 +34,6 @@ def _vector_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """One row of x: BLOCK_N outputs a program."""
-    if OVERLAP:
-        _ask_for_rows(weight, w_stride, num_outputs, num_features, BLOCK_N, 128)
     wait_for_previous(OVERLAP)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outputs < num_outputs
@@ -96,8 +71,6 @@ def _rows_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Several rows of x: BLOCK_N outputs a program, whose warps share the features in SPLIT parts."""
-    if OVERLAP:
-        _ask_for_rows(weight, w_stride, num_outputs, num_features, BLOCK_N, SPLIT * 32)
     wait_for_previous(OVERLAP)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outputs < num_outputs

@@ -37,13 +37,12 @@ def attend_kernel(
     partial_ptr: tl.tensor,  # [items, K, R, D_PAD] fp32: weighted sums of one chunk each
     state_ptr: tl.tensor,  # [items, K, 2, R] fp32: their top scores and totals
     arrived_ptr: tl.tensor,  # [items, K] int32: programs of a tile that have ended; 0 between launches
-    k_next_ptr: tl.tensor, v_next_ptr: tl.tensor,  # caches of the layer that will be attended next, of equal strides
     STRIDES: tl.constexpr,  # q, k_new, v_new, out (token, head, element), caches (page, place, head, element)
     scale: tl.constexpr, soft_cap: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr,
     IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, NEXT: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attends the items of one program, in decode a run of them and some without keys, which write zeros.
 
@@ -58,19 +57,12 @@ def attend_kernel(
         count = tl.load(fields + RUN_END) - begin
         empty_begin = tl.load(fields + EMPTY_BEGIN)
         num_empty = tl.load(fields + EMPTY_END) - empty_begin
-        if PREFETCH > 0 and count > 0:
-            prefetch_keys(
-                k_cache_ptr, v_cache_ptr, items_ptr + begin * ITEM_WIDTH, pages_ptr, kv_head, STRIDES, K, PAGE_SIZE,
-                BLOCK_N, PREFETCH,
-            )  # fmt: skip
         for number in range(count + num_empty):
             item = tl.where(number < count, begin + number, empty_begin + number - count)
-            # The next layer's launch gives this program the same items.
-            next_item = tl.where(number == count - 1, begin, -1)
             attend_item(
                 q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
-                state_ptr, arrived_ptr, k_next_ptr, v_next_ptr, item, next_item, kv_head, STRIDES, scale, soft_cap, G,
-                K, D, D_PAD, PAGE_SIZE, WINDOW, CAP, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL, NEXT,
+                state_ptr, arrived_ptr, item, kv_head, STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW,
+                CAP, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
             )  # fmt: skip
     else:
         # The last tiles of a prompt have the most keys: they begin first.
@@ -78,8 +70,8 @@ def attend_kernel(
         if tl.load(items_ptr + item * ITEM_WIDTH + CHUNKS) > 0:
             attend_item(
                 q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
-                state_ptr, arrived_ptr, k_next_ptr, v_next_ptr, item, -1, kv_head, STRIDES, scale, soft_cap, G, K, D,
-                D_PAD, PAGE_SIZE, WINDOW, CAP, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL, NEXT,
+                state_ptr, arrived_ptr, item, kv_head, STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW,
+                CAP, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
             )  # fmt: skip
     if PDL:
         # Programs without items too: a launch that has ended must mean that all before it have.
@@ -87,43 +79,14 @@ def attend_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def prefetch_keys(
-    k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, fields: tl.tensor, pages_ptr: tl.tensor, kv_head: tl.tensor,
-    STRIDES: tl.constexpr, K: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
-) -> None:  # fmt: skip
-    """Asks for the pages of an item's first tiles, which lie whole in the caches.
-
-    Of the cache this changes nothing, so it may come before a wait. The programs of the other kv heads have the same
-    items, so each asks for some of the pages. A warp's threads ask one after the other: they are few.
-    """
-    NUM: tl.constexpr = (TILES * BLOCK_N + PAGE_SIZE - 1) // PAGE_SIZE
-    thread = tl.arange(0, 128)
-    first = tl.load(fields + BEGIN) // PAGE_SIZE
-    number = first + thread % NUM  # of the sequence's pages: those of the keys, then those of the values
-    wanted = (thread < 2 * NUM) & (number % K == kv_head) & (number * PAGE_SIZE < tl.load(fields + END))
-    page = tl.load(pages_ptr + tl.load(fields + TABLE) + number, mask=wanted, other=0).to(tl.int64)
-    address = tl.where(thread < NUM, k_cache_ptr.to(tl.int64), v_cache_ptr.to(tl.int64))
-    page_bytes = STRIDES[12] * k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r,r",
-        [address + page * page_bytes, tl.full([128], page_bytes, tl.int32), wanted.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def attend_item(
     q_ptr: tl.tensor, k_new_ptr: tl.tensor, v_new_ptr: tl.tensor, out_ptr: tl.tensor, k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor, items_ptr: tl.tensor, pages_ptr: tl.tensor, partial_ptr: tl.tensor, state_ptr: tl.tensor,
-    arrived_ptr: tl.tensor, k_next_ptr: tl.tensor, v_next_ptr: tl.tensor, item: tl.tensor, next_item: tl.tensor,
-    kv_head: tl.tensor,
+    arrived_ptr: tl.tensor, item: tl.tensor, kv_head: tl.tensor,
     STRIDES: tl.constexpr, scale: tl.constexpr, soft_cap: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     DECODE: tl.constexpr, PAGED: tl.constexpr, IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr, NEXT: tl.constexpr,
+    R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attends one tile over one chunk; in decode it appends the new token too, taking it from k_new and v_new."""
     q_st, q_sh, q_sd = STRIDES[0], STRIDES[1], STRIDES[2]
@@ -225,13 +188,6 @@ def attend_item(
         tl.store(partial_ptr + (place * R + kept)[:, None] * D_PAD + element[None, :], acc, mask=(kept < R)[:, None])
         tl.store(state_ptr + place * 2 * R + kept, top, mask=kept < R)
         tl.store(state_ptr + (place * 2 + 1) * R + kept, total, mask=kept < R)
-    if NEXT > 0 and next_item >= 0:
-        # What follows until the next layer's launch leaves the memory idle for the most part.
-        prefetch_keys(
-            k_next_ptr, v_next_ptr, items_ptr + next_item * ITEM_WIDTH, pages_ptr, kv_head, STRIDES, K, PAGE_SIZE,
-            BLOCK_N, NEXT,
-        )  # fmt: skip
-    if chunks != 1:
         # All threads' stores come before the program's arrival, and the last one's reads after it.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrived_ptr + first * K + kv_head, 1, sem="acq_rel", scope="gpu")

@@ -12,11 +12,9 @@ from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
 from ...spec import AttentionSpec
 from .append import Append, append_kernel
 from .attend import attend_kernel
-from .launch import ALIGNMENT, Launcher, alignment
+from .launch import Launcher, alignment
 from .workspace import WorkList, Workspace
 
-PREFETCHED_TILES = 2  # of a program's first item, before it waits: the loop's first stages
-NEXT_TILES = 2  # of what a program will read first in the next layer: 25 MB of all programs, half of the cache
 # True when the environment variable TRITON_INTERPRET was set as the kernels were defined.
 INTERPRETED = not isinstance(append_kernel, triton.JITFunction)
 
@@ -70,7 +68,6 @@ class TritonBackend(AttentionBackend):
         self._caches = tuple(caches)
         self._append, self._attend = Append(), Launcher(attend_kernel)
         self._strides = tuple((*k.stride(), *v.stride()) for k, v in caches)
-        self._next_layer = tuple(self._following(layer_id) for layer_id in range(len(caches)))
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):
             self._lists = {decode: self._work_lists(decode) for decode in (True, False)}
@@ -108,7 +105,6 @@ class TritonBackend(AttentionBackend):
         captured = self._can_overlap and torch.cuda.is_current_stream_capturing()
         arguments = (
             q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived,
-            *self._caches[self._next_layer[layer_id]],
         )  # fmt: skip
         grid = (work.spec.num_kv_heads, work.num_programs(*self._step_size), 1)
         key, constants, options = self._variant(work, layer_id, (q, k, v, out), captured)
@@ -126,8 +122,6 @@ class TritonBackend(AttentionBackend):
         spec, tiles = work.spec, work.tiles
         q, k, v, out = rows
         strides = (*q.stride(), *k.stride(), *v.stride(), *out.stride(), *self._strides[layer_id])
-        following = self._next_layer[layer_id]
-        ahead = self._tiles_ahead(caches) if pdl and self._decode else 0
         constants = {
             "STRIDES": strides,
             "scale": spec.scale,
@@ -147,8 +141,6 @@ class TritonBackend(AttentionBackend):
             "R": tiles.kept_rows,
             "BLOCK_C": tiles.block_c,
             "PDL": pdl,
-            "PREFETCH": ahead,
-            "NEXT": NEXT_TILES if ahead and following != layer_id else 0,
         }
         options = {
             "num_warps": tiles.num_warps,
@@ -156,29 +148,7 @@ class TritonBackend(AttentionBackend):
             "maxnreg": tiles.max_registers,
             "launch_pdl": pdl,
         }
-        aligned = alignment(*rows, *caches, *self._caches[following])
-        return (group, self._decode, self._paged, pdl, following == layer_id, strides, aligned), constants, options
-
-    def _following(self, layer_id: int) -> int:
-        """The layer behind this one if one launch tells what the other will read; else the layer itself."""
-        following = layer_id + 1
-        alike = (
-            following < len(self._caches)
-            and self.group_of_layer[following] == self.group_of_layer[layer_id]
-            and self._strides[following] == self._strides[layer_id]
-            and alignment(*self._caches[following]) == alignment(*self._caches[layer_id])
-        )
-        return following if alike else layer_id
-
-    def _tiles_ahead(self, caches: tuple[torch.Tensor, torch.Tensor]) -> int:
-        """Tiles that a program asks for before it waits: none where pages are not whole, aligned and few in a tile."""
-        for cache in caches:
-            page_bytes = cache[0].numel() * cache.element_size()
-            whole = cache[0].is_contiguous() and cache.stride(0) == cache[0].numel()
-            if not whole or page_bytes % ALIGNMENT or cache.data_ptr() % ALIGNMENT:
-                return 0
-        pages = -(-max(PREFETCHED_TILES, NEXT_TILES) * self._lists[True][0].tiles.block_n // caches[0].shape[1])
-        return PREFETCHED_TILES if 2 * pages <= 128 else 0
+        return (group, self._decode, self._paged, pdl, strides, alignment(*rows, *caches)), constants, options
 
     def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:
         num_processors = 4  # of the interpreter: enough for small cases to be split
