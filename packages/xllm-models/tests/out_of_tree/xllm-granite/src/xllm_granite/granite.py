@@ -37,7 +37,7 @@ class GraniteAttention(nn.Module):
             tp=tp,
         )
         self.o_proj = RowLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, tp=tp
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, reduce=False, tp=tp
         )
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
@@ -58,14 +58,15 @@ class GraniteAttention(nn.Module):
 class GraniteDecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.self_attn = GraniteAttention(config, layer_id, rotary_emb, tp)
-        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             hidden_act=config.hidden_act,
             bias=config.mlp_bias,
+            reduce=False,
             tp=tp,
         )
         self.residual_multiplier = multiplier(config, "residual_multiplier")
@@ -73,9 +74,9 @@ class GraniteDecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.weight)
         hidden = self.self_attn(positions, hidden) * self.residual_multiplier
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        hidden, residual = self.post_attention_layernorm(hidden, residual, self.mlp.gate_up_proj.weight)
         return self.mlp(hidden) * self.residual_multiplier, residual
 
 
@@ -87,7 +88,7 @@ class GraniteModel(nn.Module):
         self.layers = nn.ModuleList(
             GraniteDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
         )
-        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.embedding_multiplier = multiplier(config, "embedding_multiplier")
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
