@@ -19,30 +19,24 @@ _LANES = tl.constexpr(8)  # threads of a program that ask for its share
 
 
 @triton.jit
-def ask_for(address: tl.tensor, num_bytes: tl.tensor) -> None:
-    """Lets the second-level cache load `num_bytes` from each address (int64) on; 0 or less: nothing.
+def ask_for_share(
+    base: tl.tensor, num_bytes: tl.tensor, chunk: tl.tensor, program: tl.tensor, NUM_THREADS: tl.constexpr
+) -> None:
+    """Lets the second-level cache load a program's share of `num_bytes` from a pointer on: what `shares_of` says.
 
-    As many addresses as a program has threads, most of them for nothing: a warp's threads ask one after the other.
+    A few of its threads ask for `chunk` bytes each: a warp's threads ask one after the other.
     """
+    thread = tl.arange(0, NUM_THREADS)
+    offset = (program * _LANES + thread) * chunk
+    wanted = tl.where(thread < _LANES, tl.minimum(num_bytes - offset, chunk), 0)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         "=r,l,r",
-        [address & -16, (num_bytes + 15) & -16],
+        [(base.to(tl.int64) + offset) & -16, (wanted + 15) & -16],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def ask_for_share(
-    base: tl.tensor, num_bytes: tl.tensor, chunk: tl.tensor, program: tl.tensor, NUM_THREADS: tl.constexpr
-) -> None:
-    """Asks for a program's share of `num_bytes` from a pointer on, `chunk` for a lane: what `shares_of` says."""
-    thread = tl.arange(0, NUM_THREADS)
-    offset = (program * _LANES + thread) * chunk
-    wanted = tl.where(thread < _LANES, tl.minimum(num_bytes - offset, chunk), 0)
-    ask_for(base.to(tl.int64) + offset, wanted)
 
 
 def shares_of(weight: torch.Tensor | None, num_rows: int, num_programs: int) -> tuple[int, int]:

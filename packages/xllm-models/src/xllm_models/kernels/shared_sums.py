@@ -50,26 +50,74 @@ def _place(
 
 
 @triton.jit
-def _send(place: tl.tensor, value: tl.tensor, inside: tl.tensor) -> None:
-    bits = _bits(value)
-    bits = tl.where(bits == -1, bits - 1, bits)  # another NaN
-    tl.store(place, bits.to(value.dtype, bitcast=True), mask=inside)
+def _send(
+    addresses: tl.tensor,
+    number: tl.tensor,
+    span: tl.tensor,
+    offset: tl.tensor,
+    value: tl.tensor,
+    inside: tl.tensor,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    PLACES: tl.constexpr,
+    STRIDE: tl.constexpr,
+) -> None:
+    """Writes this rank's term to all others, `offset` elements into the span."""
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            place = _place(addresses, number, span, peer, RANK, NUM_RANKS, PLACES, STRIDE, value.dtype)
+            bits = _bits(value)
+            bits = tl.where(bits == -1, bits - 1, bits)  # another NaN
+            tl.store(place + offset, bits.to(value.dtype, bitcast=True), mask=inside)
 
 
 @triton.jit
-def _receive(place: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    value = tl.load(place, mask=inside, other=0.0, volatile=True)
-    while tl.max((_bits(value) == -1).to(tl.int32), 0) > 0:
-        value = tl.load(place, mask=inside, other=0.0, volatile=True)
-    return value
+def _sum(
+    addresses: tl.tensor,
+    number: tl.tensor,
+    span: tl.tensor,
+    offset: tl.tensor,
+    value: tl.tensor,
+    inside: tl.tensor,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    PLACES: tl.constexpr,
+    STRIDE: tl.constexpr,
+) -> tl.tensor:
+    """The sum of this rank's term and those that the others send, for which it waits; rounded to their dtype."""
+    total = tl.zeros(value.shape, dtype=tl.float32)
+    for peer in tl.static_range(NUM_RANKS):  # in the same order on every rank
+        if peer == RANK:
+            total += value.to(tl.float32)
+        else:
+            place = _place(addresses, number, span, RANK, peer, NUM_RANKS, PLACES, STRIDE, value.dtype) + offset
+            term = tl.load(place, mask=inside, other=0.0, volatile=True)
+            while tl.max((_bits(term) == -1).to(tl.int32), 0) > 0:
+                term = tl.load(place, mask=inside, other=0.0, volatile=True)
+            total += term.to(tl.float32)
+    return total.to(value.dtype)
 
 
 @triton.jit
-def _clear(place: tl.tensor, BLOCK: tl.constexpr, SPAN: tl.constexpr) -> None:
-    """A whole span, of which an earlier call may have used more than this one. In words of 32 bits."""
-    words = place.to(tl.pointer_type(tl.int32))
-    for start in tl.static_range(0, SPAN // 4, BLOCK):
-        tl.store(words + start + tl.arange(0, BLOCK), tl.full((BLOCK,), -1, tl.int32))
+def _end(
+    addresses: tl.tensor,
+    counts: tl.tensor,
+    number: tl.tensor,
+    span: tl.tensor,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    PLACES: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SPAN: tl.constexpr,
+) -> None:
+    """Clears what the call before this one received, whole spans of words: it may have used more than this one."""
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            last = (number + _NUM_PLACES - 1) % _NUM_PLACES
+            words = _place(addresses, last, span, RANK, peer, NUM_RANKS, PLACES, STRIDE, tl.int32)
+            for start in tl.static_range(0, SPAN // 4, 512):
+                tl.store(words + start + tl.arange(0, 512), tl.full((512,), -1, tl.int32))
+    tl.store(counts + tl.program_id(0), (number + 1) % _NUM_PLACES)
 
 
 @triton.jit
@@ -93,26 +141,13 @@ def _reduce_kernel(
     within = tl.arange(0, BLOCK)
     columns = program * BLOCK + within
     inside = columns < num_units * UNIT
-    kind: tl.constexpr = x.dtype.element_ty
     number = tl.load(counts + program)
     span = program.to(tl.int64) * SPAN
     value = tl.load(x + columns, mask=inside, other=0.0)
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            _send(_place(addresses, number, span, peer, RANK, NUM_RANKS, PLACES, STRIDE, kind) + within, value, inside)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for peer in tl.static_range(NUM_RANKS):  # in the same order on every rank
-        if peer == RANK:
-            total += value.to(tl.float32)
-        else:
-            place = _place(addresses, number, span, RANK, peer, NUM_RANKS, PLACES, STRIDE, kind)
-            total += _receive(place + within, inside).to(tl.float32)
-    tl.store(x + columns, total.to(kind), mask=inside)
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            before_this = (number + _NUM_PLACES - 1) % _NUM_PLACES
-            _clear(_place(addresses, before_this, span, RANK, peer, NUM_RANKS, PLACES, STRIDE, kind), 512, SPAN)
-    tl.store(counts + program, (number + 1) % _NUM_PLACES)
+    _send(addresses, number, span, within, value, inside, RANK, NUM_RANKS, PLACES, STRIDE)
+    total = _sum(addresses, number, span, within, value, inside, RANK, NUM_RANKS, PLACES, STRIDE)
+    tl.store(x + columns, total, mask=inside)
+    _end(addresses, counts, number, span, RANK, NUM_RANKS, PLACES, STRIDE, SPAN)
 
 
 @triton.jit
@@ -158,10 +193,8 @@ def _reduce_norm_kernel(
     for row in range(num_mine):
         if row > 0:
             value = tl.load(x + (first + row) * SIZE + columns, mask=inside, other=0.0)
-        for peer in tl.static_range(NUM_RANKS):
-            if peer != RANK:
-                place = _place(addresses, number, span, peer, RANK, NUM_RANKS, PLACES, STRIDE, kind)
-                _send(place + row * SIZE + columns, value, inside)
+        offset = row * SIZE + columns
+        _send(addresses, number, span, offset, value, inside, RANK, NUM_RANKS, PLACES, STRIDE)
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(residual + first * SIZE + columns, mask=inside, other=0.0)
     for row in range(num_mine):
@@ -169,22 +202,12 @@ def _reduce_norm_kernel(
         if rows_each > 1:
             value = tl.load(x + at, mask=inside, other=0.0)
             before = tl.load(residual + at, mask=inside, other=0.0)
-        summed = tl.zeros((BLOCK,), dtype=tl.float32)
-        for peer in tl.static_range(NUM_RANKS):  # in the same order on every rank
-            if peer == RANK:
-                summed += value.to(tl.float32)
-            else:
-                place = _place(addresses, number, span, RANK, peer, NUM_RANKS, PLACES, STRIDE, kind)
-                summed += _receive(place + row * SIZE + columns, inside).to(tl.float32)
-        # Rounded before the residual comes to it, as without fusion.
-        rounded = (summed.to(kind).to(tl.float32) + before.to(tl.float32)).to(kind)
+        offset = row * SIZE + columns
+        summed = _sum(addresses, number, span, offset, value, inside, RANK, NUM_RANKS, PLACES, STRIDE)
+        rounded = (summed.to(tl.float32) + before.to(tl.float32)).to(kind)
         tl.store(total + at, rounded, mask=inside)
         tl.store(out + at, norm_of(rounded.to(tl.float32), factor, SIZE, eps, UNIT_OFFSET, kind), mask=inside)
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            before_this = (number + _NUM_PLACES - 1) % _NUM_PLACES
-            _clear(_place(addresses, before_this, span, RANK, peer, NUM_RANKS, PLACES, STRIDE, kind), 512, SPAN)
-    tl.store(counts + program, (number + 1) % _NUM_PLACES)
+    _end(addresses, counts, number, span, RANK, NUM_RANKS, PLACES, STRIDE, SPAN)
 
 
 _launch_reduce = Launcher(triton.jit(_reduce_kernel.fn, do_not_specialize=["num_units"]), overlaps=True)

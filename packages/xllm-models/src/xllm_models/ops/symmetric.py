@@ -77,8 +77,7 @@ class SymmetricTransport:
 
     def all_reduce_(self, x: torch.Tensor) -> str:
         """See `Transport.all_reduce_`."""
-        size = x.element_size()
-        name, call = self._ways[self._rule.reduce_way(x.numel() * size, x.dtype, int(x.storage_offset()) * size)]
+        name, call = self._ways[self._reduce_way(x)]
         call(x)
         return name
 
@@ -102,14 +101,16 @@ class SymmetricTransport:
         ahead: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
         """See `Transport.all_reduce_add_rms_norm`: sums that are one-shot, of [T, N] with rows of 16 bytes."""
-        size = x.element_size()
-        way = self._rule.reduce_way(x.numel() * size, x.dtype, int(x.storage_offset()) * size)
-        if way is not Way.ONE_SHOT or x.ndim != 2 or x.shape[1] * size % ALIGNMENT:
+        if self._reduce_way(x) is not Way.ONE_SHOT or x.ndim != 2 or x.shape[1] * x.element_size() % ALIGNMENT:
             return None
         done = self._sums.all_reduce_add_rms_norm(
             x, residual.contiguous(), weight, eps, unit_offset, ahead, self._channels
         )
-        return None if done is None else (way.value, *done)
+        return None if done is None else (Way.ONE_SHOT.value, *done)
+
+    def _reduce_way(self, x: torch.Tensor) -> Way:
+        size = x.element_size()
+        return self._rule.reduce_way(x.numel() * size, x.dtype, int(x.storage_offset()) * size)
 
     def _at_once(self, x: torch.Tensor) -> None:
         self._sums.all_reduce_(x, self._channels)
