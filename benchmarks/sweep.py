@@ -29,6 +29,7 @@ import ranks
 import results as result_files
 import torch
 from batch import PAGE_SIZE, StepBuilder
+from greedy import Greedy
 from model import SHAPES, random_model
 
 from xllm_executor import ModelExecutor
@@ -55,8 +56,7 @@ class Bench:
         self.max_len = arguments.input_len + arguments.output_len
         self.model = random_model(arguments.shape, self.device, getattr(torch, arguments.dtype), place.tp)
         self.builder = StepBuilder(max_num_seqs=max(self.batches), max_len=self.max_len, device=self.device)
-        self._sampled = torch.empty(max(self.batches), dtype=torch.int64, device=self.device)
-        self._read = torch.empty_like(self._sampled, device="cpu", pin_memory=self.device.type == "cuda")
+        self._sample = Greedy(max(self.batches), self.device)
         self.caches = [
             tuple(
                 torch.zeros(
@@ -129,11 +129,7 @@ class Bench:
             first, second = logits.float().topk(2, dim=-1).values.unbind(-1)
             index = max(0, position - self.arguments.input_len + 1)
             margins[requests, index] = (first - second).cpu().numpy()
-        num_seqs = logits.shape[0]
-        sampled, read = self._sampled[:num_seqs], self._read[:num_seqs]
-        torch.argmax(logits, dim=-1, out=sampled)
-        read.copy_(sampled, non_blocking=True)
-        tokens = read.numpy()  # the same memory; what can be done before the device is through is
+        tokens = self._sample(logits).numpy()  # the same memory; what can be done before the device is through is
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the next step needs them on the host
         return tokens

@@ -34,6 +34,36 @@ def test_steps_equal_the_reference_builders(load: Any, first: int, count: int) -
     validate(step.metadata, num_tokens=3 * count, num_seqs=3, num_blocks=builder.num_blocks, page_size=batch.PAGE_SIZE)
 
 
+def _ties(num_rows: int, vocabulary: int, device: str) -> torch.Tensor:
+    """Logits of few values, so that many are the largest; one row has nothing but -inf."""
+    logits = torch.randint(-3, 3, (num_rows, vocabulary), generator=torch.manual_seed(0)).to(torch.bfloat16)
+    logits[-1] = -torch.inf
+    return logits.to(device)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 17, 2048, 40000])
+def test_the_likeliest_token_is_picked(load: Any, vocabulary: int) -> None:
+    greedy = load("greedy")
+    logits = _ties(3, vocabulary, "cpu")
+    scratch = (torch.zeros(3, greedy.PARTS), torch.zeros(3, greedy.PARTS, dtype=torch.int32))
+    arrived, tokens = torch.zeros(3, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+    for _ in range(2):
+        greedy.pick(logits.float(), tokens, *scratch, arrived)  # the interpreter has no bfloat16
+        assert tokens.tolist()[:2] == logits.argmax(-1).tolist()[:2]
+        assert 0 <= tokens[2] < vocabulary
+    assert greedy.Greedy(4, torch.device("cpu"))(logits).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.gpu
+def test_the_likeliest_token_is_picked_on_a_device(load: Any) -> None:
+    sample = load("greedy").Greedy(100, torch.device("cuda"))
+    for num_rows in (100, 1):
+        logits = _ties(num_rows + 1, 151936, "cuda")[:-1]
+        picked = sample(logits)
+        torch.cuda.synchronize()
+        assert picked.tolist() == logits.argmax(-1).tolist()
+
+
 def test_a_small_sweep_its_table_and_a_comparison(
     load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,11 @@ launch("other", (2, 1, 1), arguments, constants, {**options, "num_warps": 2})
 launch("other", (3, 1, 1), arguments, constants, {**options, "num_warps": 2})
 assert len(loaded) == 2, loaded
 assert [call[:5] for call in launched] == [(grid, 1, 1, 7, "function") for grid in (4, 2, 3)], launched
+launch.bound("one", (5, 1, 1), arguments, constants)()
+bound = launched.pop()
+assert bound[:5] == (5, 1, 1, 7, "function"), bound
+assert bound[9:14] == tuple(tensor.data_ptr() for tensor in arguments), bound
+assert bound[14:] == tuple(constants.values()), bound
 for call in launched:
     assert all(ours is theirs for ours, theirs in zip(call[9:14], arguments)), call
     assert call[14:] == tuple(constants.values()), call
@@ -75,7 +80,7 @@ for num_seqs in (1, 3, 40, 100):
     others = {name: moved(getattr(step, name)) for name in ("slot_mapping", "kv_cu_seq_lens", "paged_kv_indices")}
     for metadata in (step, replace(step, **others)):
         work.fill(Step(metadata=metadata, phase=Phase.CHUNKED, graph=False, num_tokens=2 * num_seqs,
-                       num_seqs=num_seqs), pages, 2 * num_seqs)
+                       num_seqs=num_seqs), pages, copies_pages=True)
 assert len(launched) == 8
 assert loaded == ["worklist_kernel"], loaded
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -101,14 +102,27 @@ else:
 def test_launches_depend_on_the_bucket_and_not_on_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same kernels, grids, constants and addresses for every batch in a bucket: so a captured graph serves them all."""
     seen: list[list[Any]] = []
-    original = Launcher.__call__
+    original, bind = Launcher.__call__, Launcher.bound
 
-    def record(self: Launcher, key: Any, grid: Any, arguments: Any, constants: Any, options: Any) -> None:
-        addresses = [tensor.data_ptr() for tensor in arguments if isinstance(tensor, torch.Tensor)]
-        seen[-1].append((self._kernel, key, grid, addresses, constants, options))
+    def record(self: Launcher, key: Any, grid: Any, arguments: Any, constants: Any) -> None:
+        values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
+        seen[-1].append((self._kernel, key, grid, values, constants))
+
+    def call(self: Launcher, key: Any, grid: Any, arguments: Any, constants: Any, options: Any) -> None:
+        record(self, key, grid, arguments, constants)
         original(self, key, grid, arguments, constants, options)
 
-    monkeypatch.setattr(Launcher, "__call__", record)
+    def bound(self: Launcher, *what: Any) -> Callable[[], None]:
+        launch = bind(self, *what)
+
+        def call_bound() -> None:
+            record(self, *what)
+            launch()
+
+        return call_bound
+
+    monkeypatch.setattr(Launcher, "__call__", call)
+    monkeypatch.setattr(Launcher, "bound", bound)
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
     specs = [spec, replace(spec, sliding_window=5)]
     backend = create_backend("triton", specs, device="cpu", dtype=torch.float32, **LIMITS)

@@ -97,18 +97,21 @@ def test_every_key_once_in_equal_shares(lens: list[int], wave: int, most: int, e
     assert max(end - begin for begin, end in empties) <= -(-lens.count(0) // (wave * most))
 
 
-@pytest.mark.parametrize("num_pages", [0, 1, 512, 2000])
-def test_page_indices_are_copied_on_the_way(num_pages: int) -> None:
+@pytest.mark.parametrize(("num_pages", "most"), [(0, 9), (1, 9), (512, 512), (2000, 2048), (2000, 700), (2000, 0)])
+def test_page_indices_are_copied_on_the_way(num_pages: int, most: int) -> None:
+    """As many as the step has, and no more than there is room for."""
     pages, kept = torch.arange(2048, dtype=torch.int32), torch.full((2048,), -1, dtype=torch.int32)
     indptr, slots = torch.tensor([0, 40, 90], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    table = torch.tensor([0, num_pages // 2, num_pages], dtype=torch.int32)
     items = torch.zeros((64, ITEM_WIDTH.value), dtype=torch.int32)
     kernel: Any = worklist_kernel
     kernel[(2,)](
-        indptr, indptr, indptr, slots, pages, kept, items, num_pages, 2, 64, 64, 31,
+        indptr, indptr, table, slots, pages, kept, items, most, 2, 64, 64, 31,
         G=2, WINDOW=0, DECODE=True, BLOCK_M=16, UNIT=UNIT, LEAST_UNITS=1, ENOUGH_UNITS=1, BLOCK_B=32, BLOCK_I=BLOCK_I,
     )  # fmt: skip
-    assert torch.equal(kept[:num_pages], pages[:num_pages])
-    assert (kept[num_pages:] == -1).all()
+    copied = min(num_pages, most)
+    assert torch.equal(kept[:copied], pages[:copied])
+    assert (kept[copied:] == -1).all()
 
 
 @given(

@@ -69,3 +69,31 @@ def test_results_ask_for_no_gradients(make_setup: MakeSetup, logits_in_graph: bo
     with torch.enable_grad():
         for indices in (None, step[0].new_zeros(1), step[0].new_zeros(9)):
             assert not setup.decode.execute(*step, indices).requires_grad
+
+
+@pytest.mark.parametrize("plans_on_host", [True, False])
+def test_host_fields_are_filled_before_the_plan_where_it_reads_them(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, plans_on_host: bool
+) -> None:
+    """Else behind the launch, where they cost the device no time."""
+    setup = make_setup(warm=False)
+    monkeypatch.setattr(setup.backend, "plans_on_host", lambda phase, num_seqs: plans_on_host)
+    setup.decode.warmup()
+    plan = setup.backend.plan
+    seen: list[list[int]] = []
+
+    def spied(metadata: Any, *, graph: bool = False) -> None:
+        seen.append(metadata.paged_kv_indptr_host.tolist())
+        plan(step[2])  # whatever it says: what comes out is no matter here
+
+    for size in (3, 4):
+        step = decode_step(setup, size)
+        live = step[2].paged_kv_indptr_host.tolist()
+        expected = live + live[-1:] * (4 - size)
+        setup.decode.metadata.buffer("paged_kv_indptr_host").fill_(-1)
+        with monkeypatch.context() as patch:
+            patch.setattr(setup.backend, "plan", spied)
+            patch.setattr(type(setup.backend), "plan_layout", setup.decode._captured[4].plan_layout)
+            setup.decode.execute(*step, None)
+        assert seen.pop() == (expected if plans_on_host else [-1] * 5)
+        assert setup.decode.metadata.paged_kv_indptr_host.tolist() == expected

@@ -12,6 +12,7 @@ from xllm_metadata import (
     AttentionMetadata,
     Padding,
     StaticAttentionMetadata,
+    Where,
     build_attention_metadata,
     validate,
 )
@@ -55,6 +56,39 @@ def test_padding_rows_follow_the_table() -> None:
             Padding.UNTOUCHED: {77},
         }[field.padding]
         assert tail == expected, field.name
+
+
+@pytest.mark.parametrize("num_padding", [1, 15, 16, 17, 40])
+def test_tails_of_offsets_of_any_length(num_padding: int) -> None:
+    """Short ones are copied with all else, long ones behind it."""
+    size = 3 + num_padding
+    static = StaticAttentionMetadata(max_num_tokens=size, max_num_seqs=size, max_num_pages=64, device="cpu")
+    for lens in ([6, 5, 1], [3, 2, 9]):
+        step = build_attention_metadata([1] * 3, lens, [[4, 2, 1], [9, 3, 5], [1, 7, 8]], page_size=4)
+        static.fill(step, num_tokens=size, num_seqs=size)
+        for name in ("kv_cu_seq_lens", "paged_kv_indptr", "kv_seq_lens_host", "paged_kv_indptr_host"):
+            live = getattr(step, name).tolist()
+            assert getattr(static, name).tolist() == live + live[-1:] * num_padding, name
+
+
+def test_host_fields_can_be_filled_later() -> None:
+    """And read as this step's sizes before; a later fill makes good for one that was never asked to."""
+    static, whole = make_static(), make_static()
+    host = [field.name for field in FIELDS if field.kind.is_tensor and field.where is Where.HOST]
+    static.fill(DECODE, num_tokens=4, num_seqs=4)
+    for step, size in ((build_attention_metadata([1], [2], [[5]], page_size=4), 2), (MIXED, 6)):
+        before = {name: static.buffer(name).tolist() for name in host if getattr(whole, name, None) is not None}
+        static.fill(step, num_tokens=size, num_seqs=size, host=False)
+        whole.fill(step, num_tokens=size, num_seqs=size)
+        assert {name: static.buffer(name).tolist() for name in before} == before
+        assert static.kv_seq_lens_host.shape == (size + 1,)
+        for _ in range(2):  # again is nothing
+            static.fill_host()
+            assert all(torch.equal(getattr(static, name), getattr(whole, name)) for name in before)
+    static.fill(DECODE, num_tokens=4, num_seqs=4, host=False)
+    static.fill(MIXED, num_tokens=6, num_seqs=6)
+    static.fill_host()
+    assert torch.equal(static.kv_seq_lens_host, whole.kv_seq_lens_host)
 
 
 def test_equal_sizes_give_equal_addresses() -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
@@ -61,8 +61,7 @@ class BackendCapabilities:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):  # of all ways to carry these to a hook, the one that costs a step the least
     """One step as the planning hooks see it. Lives for one `plan` call: the metadata's memory is the caller's."""
 
     metadata: AttentionMetadata
@@ -146,6 +145,13 @@ class AttentionBackend(ABC):
         plan also chooses kernels, grids or places in a workspace by the step's lengths adds them.
         """
         return self._layout
+
+    def plans_on_host(self, phase: Phase, num_seqs: int) -> bool:
+        """Whether `plan(graph=True)` of such a step, of this padded size, reads values of host fields, not sizes alone.
+
+        Where it does not, a runner may fill them while the step runs.
+        """
+        return True
 
     @final
     def bind_kv_caches(self, caches: Sequence[LayerCache]) -> None:

@@ -60,6 +60,10 @@ class PhasedBackend(AttentionBackend):
         """Also which backend was planned, and its own layout."""
         return (super().plan_layout, self._current.name, self._current.plan_layout)
 
+    def plans_on_host(self, phase: Phase, num_seqs: int) -> bool:
+        """See `AttentionBackend.plans_on_host`: of the backend that such a step gets."""
+        return self.backends[self.choose(phase, num_seqs)].plans_on_host(phase, num_seqs)
+
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         layers = [LayerCache(k=k, v=v) for k, v in caches]
         for backend in self.backends.values():

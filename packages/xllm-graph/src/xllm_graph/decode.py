@@ -30,6 +30,7 @@ class _Captured:
     hidden: torch.Tensor  # [bucket, hidden]
     logits: torch.Tensor | None  # [bucket, vocab], of the wanted rows first
     plan_layout: Hashable  # of the plan that was captured
+    plans_on_host: bool  # what the plan reads must be filled before it
 
 
 class DecodeGraphRunner:
@@ -150,7 +151,7 @@ class DecodeGraphRunner:
         rows = logits_indices
         if rows is not None and (captured.logits is None or rows.shape[0] > bucket):
             rows = None  # the head runs behind the graph
-        self._fill(tokens, positions, metadata, bucket, rows)
+        self._fill(tokens, positions, metadata, bucket, rows, host=captured.plans_on_host)
         self._backend.plan(self._metadata, graph=True)
         if self._backend.plan_layout != captured.plan_layout:
             raise RuntimeError(
@@ -158,6 +159,7 @@ class DecodeGraphRunner:
                 f"its graph was captured as {captured.plan_layout!r}"
             )
         captured.graph.replay()
+        self._metadata.fill_host()  # while the device is at work, unless the plan needed it
         if logits_indices is None:
             return captured.hidden[:num_tokens]
         if captured.logits is None or rows is None:
@@ -207,6 +209,7 @@ class DecodeGraphRunner:
             hidden=self._runtime.borrow(hidden),
             logits=None if logits is None else self._runtime.borrow(logits),
             plan_layout=backend.plan_layout,
+            plans_on_host=backend.plans_on_host(Phase.DECODE, bucket),
         )
 
     def _run(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -224,6 +227,8 @@ class DecodeGraphRunner:
         metadata: AttentionMetadata,
         bucket: int,
         rows: torch.Tensor | None = None,
+        *,
+        host: bool = True,
     ) -> None:
         self._bucket = bucket
         if rows is None:
@@ -231,4 +236,4 @@ class DecodeGraphRunner:
         elif rows.dtype is not torch.int32:
             rows = rows.to(torch.int32)
         copies = self._inputs.copies(tokens, positions, bucket, rows)
-        self._metadata.fill(metadata, num_tokens=bucket, num_seqs=bucket, beside=copies)
+        self._metadata.fill(metadata, num_tokens=bucket, num_seqs=bucket, beside=copies, host=host)

@@ -73,6 +73,12 @@ class Batch:
     targets: tuple[torch.Tensor, ...]  # live parts of these fields, then their tails of constants
     constants: tuple[torch.Tensor, ...]  # sources of the tails
     own_sized: tuple[tuple[int, View], ...]  # fields whose target is as long as the step has it
+    repeated: tuple[tuple[int, tuple[torch.Tensor, ...]], ...]  # fields, and the elements that get their last value
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to copy."""
+        return not (self.targets or self.own_sized)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,6 +86,10 @@ class Layout:
     """What a fill writes, and where, for steps that have the same fields in one live and one padded size."""
 
     shown: tuple[tuple[str, torch.Tensor | None], ...]  # what every tensor field reads as then, aliases too
-    batches: tuple[Batch, Batch, Batch]  # on the device and on the host, each in one launch; one by one
+    device: Batch  # in one launch
+    host: Batch  # in one call
+    alone: Batch  # one by one
     cleared: tuple[tuple[int, torch.Tensor, int], ...]  # (field, target, constant), before all else, if it is shorter
-    repeats: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (target, source), after all else: of what was filled
+    # (target, source), after the batch of the same place: of what it filled.
+    device_repeats: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    host_repeats: tuple[tuple[torch.Tensor, torch.Tensor], ...]

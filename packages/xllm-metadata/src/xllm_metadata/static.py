@@ -25,6 +25,7 @@ else:
 
 _MAX_LAYOUTS = 1024  # kept; a step of another size costs the views again
 _LINE = 32  # int32 numbers in a cache line
+_MAX_SINGLE = 16  # elements of a tail that are copied one by one with all else, which saves the host a launch
 _Source = torch.Tensor | None
 _SIZED_BY = {  # the field whose length says how many there are in a step
     symbol: next(field.name for field in FIELDS if field.shape == (symbol,) and field.when is When.ALWAYS)
@@ -78,7 +79,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             raise ValueError(f"unknown optional fields {unknown}; known are {sorted(known)}")
         self.device = torch.device(device)
         self._buffers: dict[str, torch.Tensor] = {}
-        self._offsets: list[torch.Tensor] = []  # buffers that repeat their last value, one below the other
+        self._offsets: dict[Where, torch.Tensor] = {}  # buffers that repeat their last value, one below the other
         self._scalars: list[str] = []
         self._held: list[Field] = []
         for field in FIELDS:
@@ -107,6 +108,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._own_targets: dict[View, tuple[torch.Size, torch.Tensor]] = {}  # the last one of each
         self._shown: Layout | None = None  # what the attributes of the tensor fields were last set for
+        self._host_rest: tuple[Layout, tuple[Any, ...], bool] | None = None  # of the last fill, if any was left out
 
     def buffer(self, name: str) -> torch.Tensor:
         """The whole buffer of a tensor field. Raises `KeyError` for a field that is not held."""
@@ -119,6 +121,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         num_tokens: int,
         num_seqs: int,
         beside: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+        host: bool = True,
     ) -> None:
         """Copies a step's metadata into the buffers and pads it to `num_tokens` tokens and `num_seqs` sequences.
 
@@ -128,6 +131,8 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             metadata: of the step.
             num_tokens, num_seqs: T and B after padding.
             beside: (target, source) pairs of int32 tensors of equal shape on the device, copied in the same launch.
+            host: whether host fields are filled now; else they keep an earlier step's values, at this step's sizes,
+                until `fill_host`, which is for the time while the device is at work already.
 
         Raises:
             ValueError: the padded size is below the live size or above the capacity, or a field that must be present
@@ -136,7 +141,11 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         is_decode = not (metadata.is_prefill or metadata.is_chunked_prefill)
         sources = self._read(metadata)
         layout = self._layout(sources, is_decode, num_tokens, num_seqs)
-        device, host, alone = (self._copies(batch, sources, is_decode) for batch in layout.batches)
+        on_device, alone = self._copies(layout.device, sources, is_decode), None
+        if not layout.alone.is_empty:
+            alone = self._copies(layout.alone, sources, is_decode)
+        if layout.host.own_sized:
+            self._copies(layout.host, sources, is_decode)  # what does not fit is refused now
         if layout is not self._shown:  # attributes cost as much as copies
             self._shown = layout
             self.__dict__.update(layout.shown)
@@ -144,16 +153,23 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             if sources[index].shape != target.shape:
                 target.fill_(constant)
         for target, source in beside:
-            device[0].append(target)
-            device[1].append(source)
-        for targets, batch in (device, host):
-            if targets:
-                torch._foreach_copy_(targets, batch, non_blocking=True)
-        for target, source in zip(*alone, strict=True):
-            target.copy_(source, non_blocking=True)
-        for target, source in layout.repeats:
-            target.copy_(source, non_blocking=True)
+            on_device[0].append(target)
+            on_device[1].append(source)
+        _copy(*on_device, layout.device_repeats)
+        if alone is not None:
+            for target, source in zip(*alone, strict=True):
+                target.copy_(source, non_blocking=True)
         self.__dict__.update(zip(self._scalars, self._read_scalars(metadata), strict=True))
+        self._host_rest = layout, sources, is_decode
+        if host:
+            self.fill_host()
+
+    def fill_host(self) -> None:
+        """Fills the host fields that the last `fill` left out, from that step's memory; nothing if it left out none."""
+        rest, self._host_rest = self._host_rest, None
+        if rest is not None:
+            layout, sources, is_decode = rest
+            _copy(*self._copies(layout.host, sources, is_decode), layout.host_repeats)
 
     def _copies(
         self, batch: Batch, sources: Sequence[Any], is_decode: bool
@@ -165,6 +181,9 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         for index, view in batch.own_sized:
             targets.append(self._own_target(view, sources[index], is_decode))
             copied.append(sources[index])
+        for index, tail in batch.repeated:
+            targets += tail
+            copied += [sources[index][-1:]] * len(tail)
         return targets, copied
 
     def _own_target(self, view: View, source: torch.Tensor, is_decode: bool) -> torch.Tensor:
@@ -203,7 +222,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             if tensor is None:
                 raise ValueError(f"{name} is None; this step must have it")
             live[symbol] = tensor.shape[0]
-        views, shown, cleared, repeats = {}, [], [], []
+        views, shown, cleared = {}, [], []
         for index, field in enumerate(self._held):
             shape = shape_of(field, self._capacity | padded)
             live_shape = shape_of(field, live) if _is_sized(field) else None
@@ -218,20 +237,24 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             if live_shape is None and constant is not None:
                 cleared.append((index, view.tensor, constant))
         first, last = live["B"], padded["B"]
-        if first < last:
-            for offsets in self._offsets:
+        repeats: dict[Where, list[tuple[torch.Tensor, torch.Tensor]]] = {Where.DEVICE: [], Where.HOST: []}
+        for place, offsets in self._offsets.items():
+            if first < last and not _is_single(place, last - first):
                 tail, last_value = offsets[:, first + 1 : last + 1], offsets[:, first : first + 1]
-                repeats.append((tail, last_value.expand_as(tail)))
+                repeats[place].append((tail, last_value.expand_as(tail)))
         return Layout(
             shown=tuple(shown),
-            batches=(self._batch(views, Where.DEVICE), self._batch(views, Where.HOST), self._batch(views, None)),
+            device=self._batch(views, Where.DEVICE),
+            host=self._batch(views, Where.HOST),
+            alone=self._batch(views, None),
             cleared=tuple(cleared),
-            repeats=tuple(repeats),
+            device_repeats=tuple(repeats[Where.DEVICE]),
+            host_repeats=tuple(repeats[Where.HOST]),
         )
 
     def _batch(self, views: dict[int, View], place: Where | None) -> Batch:
         """Those of the views, by index of their fields, that are copied together."""
-        fields, live, tails, constants, own_sized = [], [], [], [], []
+        fields, live, tails, constants, own_sized, repeated = [], [], [], [], [], []
         for index, view in views.items():
             if view.batch is not place:
                 continue
@@ -241,8 +264,12 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             fields.append(index)
             live.append(view.live)
             constant = view.field.padding.fill_value
-            if constant is not None and view.live.shape != view.shape:
-                tail = view.tensor[view.live.shape[0] :]
+            if view.live.shape == view.shape:
+                continue
+            tail = view.tensor[view.live.shape[0] :]
+            if view.field.padding is Padding.REPEAT_LAST and _is_single(place, tail.shape[0]):
+                repeated.append((index, tail.unfold(0, 1, 1).unbind()))
+            if constant is not None:
                 tails.append(tail)
                 if place is None:
                     constants.append(torch.full_like(tail, constant))
@@ -253,6 +280,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             targets=(*live, *tails),
             constants=tuple(constants),
             own_sized=tuple(own_sized),
+            repeated=tuple(repeated),
         )
 
     def _allocate(self, fields: list[Field]) -> None:
@@ -274,8 +302,25 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             size = self._capacity["B"] + 1
             # Rows of whole cache lines, so that each begins as an allocation does.
             offsets = torch.zeros((len(repeating), -(-size // _LINE) * _LINE), dtype=torch.int32, **options)
-            self._offsets.append(offsets)
+            self._offsets[fields[0].where] = offsets
             self._buffers |= {field.name: row[:size] for field, row in zip(repeating, offsets, strict=True)}
+
+
+def _copy(
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    repeats: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Copies what lies in one place: all at once, then what repeats it."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+    for target, source in repeats:
+        target.copy_(source, non_blocking=True)
+
+
+def _is_single(place: Where | None, num_elements: int) -> bool:
+    """Whether a tail that repeats a last value is copied element by element."""
+    return place is Where.DEVICE and num_elements <= _MAX_SINGLE
 
 
 def _is_sized(field: Field) -> bool:

@@ -79,8 +79,12 @@ class TritonBackend(AttentionBackend):
                 device=self.device,
             )
 
+    def plans_on_host(self, phase: Phase, num_seqs: int) -> bool:
+        """See `AttentionBackend.plans_on_host`: the work list is made on the device."""
+        return False
+
     def _plan_step(self, step: Step) -> None:
-        self._num_pages = self._workspace.fill(step)
+        self._workspace.fill(step)
         self._graph = step.graph
         self._decode = step.phase is Phase.DECODE
         self._paged = step.phase is not Phase.PREFILL
@@ -90,7 +94,7 @@ class TritonBackend(AttentionBackend):
         self._num_rows = step.num_tokens if self._decode or indptr is None else int(indptr[-1])
 
     def _plan_group(self, step: Step, group: int) -> None:
-        self._lists[self._decode][group].fill(step, self._workspace.pages, 0 if group else self._num_pages)
+        self._lists[self._decode][group].fill(step, self._workspace.pages, copies_pages=not group)
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
         k_cache, v_cache = self._caches[layer_id]

@@ -90,7 +90,7 @@ def first_item(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_pages", "num_seqs", "num_items", "target", "wave"],
+    do_not_specialize=["max_pages", "num_seqs", "num_items", "target", "wave"],
     do_not_specialize_on_alignment=["kv_indptr_ptr", "qo_indptr_ptr", "table_indptr_ptr", "slots_ptr", "pages_ptr"],
 )
 def worklist_kernel(
@@ -101,7 +101,7 @@ def worklist_kernel(
     pages_ptr: tl.tensor,  # [P] page indices of the step
     kept_ptr: tl.tensor,  # where the kernels read them
     items_ptr: tl.tensor,  # [capacity, ITEM_WIDTH]
-    num_pages: tl.tensor,  # to be copied
+    max_pages: tl.tensor,  # to be copied; 0: none are
     num_seqs: tl.tensor, num_items: tl.tensor, target: tl.tensor, wave: tl.tensor,
     G: tl.constexpr, WINDOW: tl.constexpr, DECODE: tl.constexpr, BLOCK_M: tl.constexpr,
     UNIT: tl.constexpr, LEAST_UNITS: tl.constexpr, ENOUGH_UNITS: tl.constexpr,
@@ -119,6 +119,7 @@ def worklist_kernel(
     that they make up one wave of programs (`wave` items) while that leaves them shorter than ENOUGH_UNITS; beyond it
     they are made no longer than needed to stay within `target` items.
     """
+    num_pages = tl.minimum(tl.load(table_indptr_ptr + num_seqs), max_pages)
     for start in range(tl.program_id(0) * BLOCK_P, num_pages, tl.num_programs(0) * BLOCK_P):
         place = start + tl.arange(0, BLOCK_P)
         tl.store(kept_ptr + place, tl.load(pages_ptr + place, mask=place < num_pages), mask=place < num_pages)

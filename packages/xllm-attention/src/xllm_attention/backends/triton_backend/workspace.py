@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,6 +38,8 @@ class WorkList:
     items: torch.Tensor  # [capacity, ITEM_WIDTH] int32
     launch: Launcher
     decode_launches: dict[int, _Launch] = field(default_factory=dict)  # by sequences
+    # By sequences, for graphs' steps: the last one's addresses, and the launch that reads there.
+    graph_launches: dict[int, tuple[tuple[int, ...], Callable[[], None]]] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -94,22 +97,17 @@ class WorkList:
         """Items that may be chunks of a tile: a step has chunks only while it stays within the target."""
         return self.target(num_seqs)
 
-    def fill(self, step: Step, pages: torch.Tensor, num_pages: int) -> None:
-        """Makes the list of a step, on the device and without waiting for it; copies `num_pages` of its page indices.
+    def fill(self, step: Step, pages: torch.Tensor, *, copies_pages: bool) -> None:
+        """Makes the list of a step, on the device and without waiting for it; copies its page indices on the way.
 
         Args:
             step: the step.
             pages: where the page indices go to.
-            num_pages: how many; 0 where another list of the step has them copied.
+            copies_pages: False where another list of the step has them copied.
         """
         metadata = step.metadata
         qo_indptr = metadata.kv_cu_seq_lens if self.decode else metadata.qo_indptr
         assert qo_indptr is not None  # `plan` has checked it
-        known = self.decode_launches.get(step.num_seqs) if self.decode else None
-        if known is None:
-            known = self._launch_of(step.num_tokens, step.num_seqs)
-            if self.decode:  # other steps come in too many sizes to keep them
-                self.decode_launches[step.num_seqs] = known
         inputs = (
             metadata.kv_cu_seq_lens,
             qo_indptr,
@@ -117,8 +115,24 @@ class WorkList:
             metadata.slot_mapping,
             metadata.paged_kv_indices,
         )
-        arguments = (*inputs, pages, self.items, num_pages, *known.numbers)
+        addresses: tuple[int, ...] = ()
+        if step.graph:
+            # Graphs are planned from buffers that stay, and so is the launch the same.
+            addresses = tuple([tensor.data_ptr() for tensor in inputs])
+            before = self.graph_launches.get(step.num_seqs)
+            if before is not None and before[0] == addresses:
+                before[1]()
+                return
+        known = self.decode_launches.get(step.num_seqs) if self.decode else None
+        if known is None:
+            known = self._launch_of(step.num_tokens, step.num_seqs)
+            if self.decode:  # other steps come in too many sizes to keep them
+                self.decode_launches[step.num_seqs] = known
+        arguments = (*inputs, pages, self.items, pages.shape[0] if copies_pages else 0, *known.numbers)
         self.launch(known.constants["BLOCK_B"], known.grid, arguments, known.constants, {"num_warps": 4})
+        if step.graph:
+            launch = self.launch.bound(known.constants["BLOCK_B"], known.grid, arguments, known.constants)
+            self.graph_launches[step.num_seqs] = addresses, launch
 
     def _launch_of(self, num_tokens: int, num_seqs: int) -> _Launch:
         num_items, tiles = self.num_items(num_tokens, num_seqs), self.tiles
@@ -160,13 +174,15 @@ class Workspace:
         self._slots = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self.slots = self._slots[:0]
 
-    def fill(self, step: Step) -> int:
+    def fill(self, step: Step) -> None:
         """Copies the slots of a step that is not decode, on the device and without waiting for it.
 
-        Returns how many page indices the step has; the first work list copies them.
+        Raises:
+            ValueError: more page indices than the first work list can copy. A step of a graph is taken at its word:
+                what its host fields say may come later.
         """
         metadata = step.metadata
-        num_pages = int(metadata.paged_kv_indptr_host.numpy()[-1])  # host memory
+        num_pages = 0 if step.graph else int(metadata.paged_kv_indptr_host.numpy()[-1])  # host memory
         if num_pages > self.pages.shape[0]:
             raise ValueError(
                 f"the step has {num_pages} pages; sequences of max_model_len need {self.pages.shape[0]} at most"
@@ -174,4 +190,3 @@ class Workspace:
         if step.phase is not Phase.DECODE:
             self.slots = self._slots[: step.num_tokens]
             self.slots.copy_(metadata.slot_mapping)
-        return num_pages
