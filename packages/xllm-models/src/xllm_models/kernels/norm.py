@@ -57,8 +57,10 @@ def _norm_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < size
     dtype = out.dtype.element_ty
-    factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    # Volatile, so that both are under way at once: else the compiler puts the first off until it is used.
+    factor = tl.load(weight + columns, mask=mask, other=0.0, volatile=True)
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0, volatile=True).to(tl.float32)
+    factor = factor.to(tl.float32)
     if HAS_RESIDUAL:
         before = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
         rounded = (value + before).to(dtype)

@@ -16,68 +16,13 @@ from .overlap import wait_for_previous
 
 
 @triton.jit
-def _normed(
-    value: tl.tensor, weight: tl.tensor, features: tl.tensor, mask: tl.tensor, scale: tl.tensor, NORM: tl.constexpr
-) -> tl.tensor:
-    """value [heads, features] fp32 of a norm whose reciprocal root is `scale` [heads, 1]; fp32 of rounded values."""
-    dtype = weight.dtype.element_ty
-    factor = tl.load(weight + features, mask=mask, other=0.0).to(tl.float32)[None, :]
+def _normed(value: tl.tensor, factor: tl.tensor, scale: tl.tensor, kind: tl.constexpr, NORM: tl.constexpr) -> tl.tensor:
+    """value, factor fp32 [heads, features] of a norm whose reciprocal root is `scale` [heads, 1]; fp32 of rounded."""
     if NORM == "unit_offset":
         result = value * scale * (1.0 + factor)
     else:
-        result = factor * (value * scale).to(dtype).to(tl.float32)
-    return result.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _rotate_heads(
-    source: tl.tensor,
-    target: tl.tensor,
-    weight: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    token: tl.tensor,
-    block: tl.tensor,
-    eps: tl.tensor,
-    stride: tl.constexpr,
-    head_stride: tl.constexpr,
-    num_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    half: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    NORM: tl.constexpr,
-) -> None:
-    dtype = target.dtype.element_ty
-    heads = block * HEADS + tl.arange(0, HEADS)
-    low = tl.arange(0, HALF)
-    high = half + low
-    mask = (heads < num_heads)[:, None] & (low < half)[None, :]
-    start = source + token * stride + heads[:, None] * head_stride
-    first = tl.load(start + low[None, :], mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(start + high[None, :], mask=mask, other=0.0).to(tl.float32)
-    to = target + (token * num_heads + heads[:, None]) * head_dim
-    if REST > 0:
-        beyond = 2 * half + tl.arange(0, REST)
-        rest_mask = (heads < num_heads)[:, None] & (beyond < head_dim)[None, :]
-        rest = tl.load(start + beyond[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-    if NORM != "no":
-        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        if REST > 0:
-            squares += tl.sum(rest * rest, axis=1)
-        scale = tl.rsqrt(squares / head_dim + eps)[:, None]
-        first = _normed(first, weight, low, low < half, scale, NORM)
-        second = _normed(second, weight, high, low < half, scale, NORM)
-        if REST > 0:
-            rest = _normed(rest, weight, beyond, beyond < head_dim, scale, NORM)
-    # Each product is rounded before the sum, as in HF transformers.
-    rotated_first = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
-    rotated_second = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
-    tl.store(to + low[None, :], rotated_first.to(dtype), mask=mask)
-    tl.store(to + high[None, :], rotated_second.to(dtype), mask=mask)
-    if REST > 0:
-        tl.store(to + beyond[None, :], rest.to(dtype), mask=rest_mask)
+        result = factor * (value * scale).to(kind).to(tl.float32)
+    return result.to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -105,26 +50,63 @@ def _rotary_kernel(
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    """Heads of queries or of keys, by the program. In decode nothing counts but how often it waits for the memory.
+
+    So it asks for all it needs before it uses any of it, but for the position, which says where cosine and sine lie;
+    and all is loaded in the shape of the heads, as what is laid out for fewer would meet them in shared memory.
+    """
     wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    position = tl.load(positions + token).to(tl.int64)
-    features = tl.arange(0, HALF)
-    table = cos_sin + position * (2 * half) + features
-    dtype = q_out.dtype.element_ty
-    cos = tl.load(table, mask=features < half, other=0.0).to(dtype).to(tl.float32)[None, :]
-    sin = tl.load(table + half, mask=features < half, other=0.0).to(dtype).to(tl.float32)[None, :]
     q_blocks: tl.constexpr = (num_heads + HEADS - 1) // HEADS
-    if block < q_blocks:
-        _rotate_heads(
-            q, q_out, q_weight, cos, sin, token, block, eps,
-            q_stride, q_head_stride, num_heads, head_dim, half, HEADS, HALF, REST, NORM,
-        )  # fmt: skip
-    else:
-        _rotate_heads(
-            k, k_out, k_weight, cos, sin, token, block - q_blocks, eps,
-            k_stride, k_head_stride, num_kv_heads, head_dim, half, HEADS, HALF, REST, NORM,
-        )  # fmt: skip
+    of_q = block < q_blocks
+    source = tl.where(of_q, q, k)
+    target = tl.where(of_q, q_out, k_out)
+    weight = tl.where(of_q, q_weight, k_weight)
+    count = tl.where(of_q, num_heads, num_kv_heads)
+    heads = (tl.where(of_q, block, block - q_blocks) * HEADS + tl.arange(0, HEADS))[:, None]
+    low = tl.arange(0, HALF)[None, :]
+    mask = (heads < count) & (low < half)
+    kind: tl.constexpr = q_out.dtype.element_ty
+    start = source + (token * tl.where(of_q, q_stride, k_stride) + heads * tl.where(of_q, q_head_stride, k_head_stride))
+    first = tl.load(start + low, mask=mask, other=0.0)
+    second = tl.load(start + (half + low), mask=mask, other=0.0)
+    factors = weight + low + tl.zeros_like(heads)
+    if NORM != "no":
+        first_factor = tl.load(factors, mask=mask, other=0.0)
+        second_factor = tl.load(factors + half, mask=mask, other=0.0)
+    if REST > 0:
+        beyond = 2 * half + tl.arange(0, REST)[None, :]
+        rest_mask = (heads < count) & (beyond < head_dim)
+        rest = tl.load(start + beyond, mask=rest_mask, other=0.0)
+        if NORM != "no":
+            rest_factor = tl.load(weight + beyond + tl.zeros_like(heads), mask=rest_mask, other=0.0)
+    position = tl.load(positions + token).to(tl.int64)
+    table = cos_sin + position * (2 * half) + low + tl.zeros_like(heads)
+    cos = tl.load(table, mask=mask, other=0.0)
+    sin = tl.load(table + half, mask=mask, other=0.0)
+
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if REST > 0:
+        rest = rest.to(tl.float32)
+    if NORM != "no":
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(squares / head_dim + eps)[:, None]
+        first = _normed(first, first_factor.to(tl.float32), scale, kind, NORM)
+        second = _normed(second, second_factor.to(tl.float32), scale, kind, NORM)
+        if REST > 0:
+            rest = _normed(rest, rest_factor.to(tl.float32), scale, kind, NORM)
+    cos, sin = cos.to(kind).to(tl.float32), sin.to(kind).to(tl.float32)
+    # Each product is rounded before the sum, as in HF transformers.
+    rotated_first = (first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)
+    rotated_second = (second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)
+    to = target + (token * count + heads) * head_dim
+    tl.store(to + low, rotated_first.to(kind), mask=mask)
+    tl.store(to + (half + low), rotated_second.to(kind), mask=mask)
+    if REST > 0:
+        tl.store(to + beyond, rest.to(kind), mask=rest_mask)
 
 
 _launch = Launcher(_rotary_kernel, overlaps=True)

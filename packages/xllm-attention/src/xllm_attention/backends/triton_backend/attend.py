@@ -119,6 +119,10 @@ def attend_item(
         mask=(rows < num_rows)[:, None] & (element < D)[None, :],
         other=0.0,
     )
+    if DECODE:
+        # Not to wait here, but to have the queries on their way: else the compiler asks for them once the first page's
+        # number is there, and the first keys wait for both, one after the other.
+        tl.debug_barrier()
     q_positions = prefix + rows // G
     k_row = k_new_ptr + first_token * kn_st + kv_head * kn_sh
     v_row = v_new_ptr + first_token * vn_st + kv_head * vn_sh
