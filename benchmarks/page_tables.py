@@ -1,8 +1,9 @@
-"""Fills the tables of docs/graphs.md and docs/tensor-parallel.md from the results of sweep.py and collectives.py.
+"""Fills the tables of docs/graphs.md and docs/tensor-parallel.md from results of the sweep, collectives and tests.
 
     python benchmarks/page_tables.py [--check]
 
-A table stands between `<!-- table of FILE.json -->` and `<!-- end of table -->`. --check writes nothing and fails when
+A table stands between `<!-- table of FILE.json -->` and `<!-- end of table -->`; results of tests may be given as a
+pattern for several files. --check writes nothing and fails when
 one is not what the results say.
 """
 
@@ -14,6 +15,7 @@ import sys
 
 import collectives
 import results as result_files
+import tested
 from table import table
 
 PAGES = tuple(result_files.ROOT / "docs" / name for name in ("graphs.md", "tensor-parallel.md"))
@@ -27,6 +29,8 @@ def filled(page: str) -> str:
 
 def _table_of(name: str) -> str:
     path = result_files.RESULTS / name
+    if name.startswith("tests"):
+        return tested.table(result_files.RESULTS.glob(name))
     if name.startswith("collectives"):
         return collectives.table(result_files.read(path, "collectives")["results"]["rows"])
     return table(result_files.read(path, "sweep"))

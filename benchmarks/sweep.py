@@ -107,7 +107,7 @@ class Bench:
         `margins` [batch, output_len] gets by how much the first logit exceeds the second, at the cost of true times.
         """
         arguments = self.arguments
-        out = np.empty((batch, arguments.output_len), dtype=np.int32)
+        out = np.empty((arguments.output_len, batch), dtype=np.int32).T  # a step's tokens lie side by side
         per_step = max(1, TOKENS_PER_STEP // arguments.input_len)
         start = time.perf_counter()
         for first in range(0, batch, per_step):

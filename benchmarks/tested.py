@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -36,6 +37,19 @@ def summary(report: Path) -> dict[str, Any]:
         "outcomes": dict(outcomes), "seconds": seconds, "not_passed": sorted(not_passed), "modules": dict(passed),
         "notes": notes,
     }  # fmt: skip
+
+
+def table(paths: Iterable[Path]) -> str:
+    """Result files of tests as Markdown, a line each."""
+    lines = ["| part | passed | not passed | device | commit |", "| --- | --- | --- | --- | --- |"]
+    for path in sorted(paths):
+        document = result_files.read(path, "tests")
+        stamp, outcomes = document["stamp"], document["results"]["outcomes"]
+        passed = outcomes.get("passed", 0)
+        part = path.stem.removeprefix("tests-").rpartition("-")[0]
+        others = sum(outcomes.values()) - passed
+        lines.append(f"| {part} | {passed} | {others} | {stamp['device']} | {stamp['commit'][:12]} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

@@ -174,3 +174,9 @@ def test_a_run_of_tests_becomes_a_result(load: Any, tmp_path: Path, monkeypatch:
     }  # fmt: skip
     monkeypatch.setenv("XLLM_COMMIT", "abc")
     assert load("results").stamp("cpu")["commit"] == "abc"
+    result = tmp_path / "tests-some-part-cpu.json"
+    monkeypatch.setattr("sys.argv", ["tested.py", str(report), "--device", "cpu", "--out", str(result)])
+    load("tested").main()
+    line = load("tested").table([result]).splitlines()[-1]
+    assert line.startswith("| some-part | 1 | 1 | ")
+    assert line.endswith(" | abc |")
