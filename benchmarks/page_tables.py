@@ -2,9 +2,8 @@
 
     python benchmarks/page_tables.py [--check]
 
-A table stands between `<!-- table of FILE.json -->` and `<!-- end of table -->`; results of tests may be given as a
-pattern for several files. --check writes nothing and fails when
-one is not what the results say.
+A table stands between `<!-- table of FILE.json -->` and `<!-- end of table -->`; a pattern stands for several files of
+tests. --check writes nothing and fails when a table is not what the results say.
 """
 
 from __future__ import annotations

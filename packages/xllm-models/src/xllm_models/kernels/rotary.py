@@ -65,24 +65,23 @@ def _rotary_kernel(
     weight = tl.where(of_q, q_weight, k_weight)
     count = tl.where(of_q, num_heads, num_kv_heads)
     heads = (tl.where(of_q, block, block - q_blocks) * HEADS + tl.arange(0, HEADS))[:, None]
-    low = tl.arange(0, HALF)[None, :]
+    low = tl.arange(0, HALF)[None, :] + tl.zeros_like(heads)
     mask = (heads < count) & (low < half)
     kind: tl.constexpr = q_out.dtype.element_ty
     start = source + (token * tl.where(of_q, q_stride, k_stride) + heads * tl.where(of_q, q_head_stride, k_head_stride))
     first = tl.load(start + low, mask=mask, other=0.0)
     second = tl.load(start + (half + low), mask=mask, other=0.0)
-    factors = weight + low + tl.zeros_like(heads)
     if NORM != "no":
-        first_factor = tl.load(factors, mask=mask, other=0.0)
-        second_factor = tl.load(factors + half, mask=mask, other=0.0)
+        first_factor = tl.load(weight + low, mask=mask, other=0.0)
+        second_factor = tl.load(weight + (half + low), mask=mask, other=0.0)
     if REST > 0:
-        beyond = 2 * half + tl.arange(0, REST)[None, :]
+        beyond = 2 * half + tl.arange(0, REST)[None, :] + tl.zeros_like(heads)
         rest_mask = (heads < count) & (beyond < head_dim)
         rest = tl.load(start + beyond, mask=rest_mask, other=0.0)
         if NORM != "no":
-            rest_factor = tl.load(weight + beyond + tl.zeros_like(heads), mask=rest_mask, other=0.0)
+            rest_factor = tl.load(weight + beyond, mask=rest_mask, other=0.0)
     position = tl.load(positions + token).to(tl.int64)
-    table = cos_sin + position * (2 * half) + low + tl.zeros_like(heads)
+    table = cos_sin + position * (2 * half) + low
     cos = tl.load(table, mask=mask, other=0.0)
     sin = tl.load(table + half, mask=mask, other=0.0)
 
