@@ -30,8 +30,8 @@ class Step:
 
 
 class StepBuilder:
-    """Builds one step after another in the same memory, and describes them in the same objects; the device must have
-    passed a step before the next is built.
+    """Builds one step after another in two memories by turns: a step can be built and handed over while the device is
+    at the one before. The one before that it must have passed.
 
     Args:
         max_num_seqs: requests.
@@ -46,14 +46,19 @@ class StepBuilder:
         # Scattered pages, as they are after a while.
         order = np.random.default_rng(0).permutation(self.num_blocks)
         self._tables = order.astype(np.int32).reshape(max_num_seqs, pages)
-        self._shapes: dict[tuple[int, int, int, int], _Shape] = {}
+        self._shapes: dict[tuple[int, int, int, int, int], _Shape] = {}
 
-    def build(self, requests: slice, first: int, tokens: np.ndarray) -> Step:
-        """The step in which each of `requests` gets the tokens [B, n] from position `first` on."""
-        num_seqs, count = tokens.shape
-        end = first + count
-        pages = -(-end // PAGE_SIZE)
-        key = (requests.start, num_seqs, count, pages)
+    def build(self, requests: slice, first: int, tokens: np.ndarray | torch.Tensor) -> Step:
+        """The step in which each of `requests` gets tokens from position `first` on.
+
+        Args:
+            requests: which ones, B of them.
+            first: position of the first token of each.
+            tokens: [B, n] int32; or [B] on the device, one for each, taken as they are when the device comes to them.
+        """
+        num_seqs, count = tokens.shape if tokens.ndim == 2 else (len(tokens), 1)
+        pages = -(-(first + count) // PAGE_SIZE)
+        key = (requests.start, num_seqs, count, pages, first % 2)
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = _Shape(self._tables[requests, :pages], count, self._device)
@@ -61,7 +66,7 @@ class StepBuilder:
 
 
 class _Shape:
-    """Memory of all steps of the same requests with as many tokens and pages: one copy takes a step to the device."""
+    """Memory of the same requests' steps of as many tokens and pages: one copy takes a step to the device."""
 
     def __init__(self, tables: np.ndarray, count: int, device: torch.device) -> None:
         num_seqs, pages = tables.shape
@@ -100,17 +105,21 @@ class _Shape:
         self._kv_cu_seq_lens = numbers["kv_cu_seq_lens"]
         # Made once and changed in place, which a frozen value would cost several microseconds a step.
         self._metadata: Any = self._described()
-        self._step = Step(
-            tokens=self._fields["tokens"],
+        self._step = self._of(self._fields["tokens"])
+
+    def _of(self, tokens: torch.Tensor) -> Step:
+        return Step(
+            tokens=tokens,
             positions=self._fields["positions"],
             metadata=self._metadata,
             logits_indices=self._fields["last_rows"],
         )
 
-    def step(self, first: int, tokens: np.ndarray) -> Step:
+    def step(self, first: int, tokens: np.ndarray | torch.Tensor) -> Step:
         """The step that begins at position `first` of every request."""
         end = first + self._count
-        self._tokens[:] = tokens
+        if isinstance(tokens, np.ndarray):
+            self._tokens[:] = tokens
         if self._count == 1:
             self._positions.fill(first)
             np.add(self._last_page_starts, first % PAGE_SIZE, out=self._slots)
@@ -125,7 +134,7 @@ class _Shape:
         if self._count > 1:
             self._metadata.is_prefill = first == 0
             self._metadata.is_chunked_prefill = first > 0
-        return self._step
+        return self._step if isinstance(tokens, np.ndarray) else self._of(tokens)
 
     def _described(self) -> SimpleNamespace:
         """The metadata of all steps, but for what `step` sets."""

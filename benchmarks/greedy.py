@@ -1,4 +1,4 @@
-"""Greedy sampling for a host: each row's most likely token, written to memory that the host reads.
+"""Greedy sampling: each row's most likely token, left where the next step can take it and where the host reads it.
 
 Stands for the sampler of a serving framework, which has one of its own: on a CUDA device a single launch, behind which
 nothing needs to be copied.
@@ -6,6 +6,7 @@ nothing needs to be copied.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -14,53 +15,88 @@ PARTS = 16  # programs a row: one of 150,000 numbers keeps a multiprocessor busy
 BLOCK = 2048
 
 
+class Picked:
+    """Tokens that are picked once the device has come so far."""
+
+    def __init__(self, on_host: np.ndarray, event: torch.cuda.Event | None) -> None:
+        self._on_host = on_host
+        self._event = event
+
+    def wait(self) -> np.ndarray:
+        """The tokens [n] int32, once the device is through; the same memory again two indices later."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._on_host
+
+
 class Greedy:
     """Picks tokens of up to `max_rows` rows of logits.
 
     Args:
-        max_rows: rows of a call at most.
+        max_rows: rows of a step at most.
         device: where logits lie.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
-        self._tokens = torch.empty(max_rows, dtype=torch.int32, pin_memory=on_cuda)
+        self._tokens = torch.empty(max_rows, dtype=torch.int32, device=device)
+        # Two steps' tokens: one is read while the device picks the next one's.
+        self._on_host = torch.empty((2, max_rows), dtype=torch.int32, pin_memory=on_cuda)
+        self._numbers = self._on_host.numpy()
         self._values = torch.empty((max_rows, PARTS), dtype=torch.float32, device=device)
         self._indices = torch.empty((max_rows, PARTS), dtype=torch.int32, device=device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._launches = on_cuda
+        self._events = [torch.cuda.Event() for _ in range(2)] if on_cuda else None
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """The index of the largest of each row [n, vocab], the first of equals, NaN aside: [n] int32 on the host.
+    def __call__(self, logits: torch.Tensor, rows: slice, index: int) -> Picked:
+        """The index of the largest of each row [n, vocab], the first of equals, NaN aside.
 
-        There once the device is through, and until the next call.
+        Args:
+            logits: [n, vocab].
+            rows: which n of `max_rows` they are.
+            index: of the tokens in their sequences.
         """
-        tokens = self._tokens[: logits.shape[0]]
-        if self._launches:
-            pick(logits, tokens, self._values, self._indices, self._arrived)
+        turn = index % 2
+        on_device, on_host = self._tokens[rows], self._on_host[turn, rows]
+        event = None
+        if self._events is None:
+            on_device.copy_(logits.argmax(dim=-1))
+            on_host.copy_(on_device)
         else:
-            tokens.copy_(logits.argmax(dim=-1))
-        return tokens
+            pick(logits, on_device, on_host, self._values, self._indices, self._arrived)
+            event = self._events[turn]
+            event.record()
+        return Picked(self._numbers[turn, rows], event)
+
+    def last(self, rows: slice) -> torch.Tensor:
+        """Where the device leaves the last tokens of these rows: [n] int32, ordered on the stream of the calls."""
+        return self._tokens[rows]
 
 
 def pick(
-    logits: torch.Tensor, tokens: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, arrived: torch.Tensor
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    on_host: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    arrived: torch.Tensor,
 ) -> None:
-    """Writes the picks of logits [n, vocab] to tokens [n].
+    """Writes the picks of logits [n, vocab] to tokens [n], on the device, and on_host [n], in memory it can write to.
 
     Of scratch it takes values and indices [at least n, PARTS] and arrived [at least n], which is 0 between calls.
     """
     num_rows, vocabulary = logits.shape
     span = -(-vocabulary // (PARTS * BLOCK)) * BLOCK
     _pick_kernel[(PARTS, num_rows)](
-        logits, tokens, values, indices, arrived, vocabulary, logits.stride(0), span, PARTS, BLOCK, num_warps=4
+        logits, tokens, on_host, values, indices, arrived, vocabulary, logits.stride(0), span, PARTS, BLOCK, num_warps=4
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pick_kernel(
-    logits: tl.tensor, tokens: tl.tensor, values: tl.tensor, indices: tl.tensor, arrived: tl.tensor,
-    vocabulary: tl.constexpr, stride: tl.constexpr, span: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits: tl.tensor, tokens: tl.tensor, on_host: tl.tensor, values: tl.tensor, indices: tl.tensor,
+    arrived: tl.tensor, vocabulary: tl.constexpr, stride: tl.constexpr, span: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program finds the largest of its part of a row; the row's last one to end picks among the parts."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -80,6 +116,7 @@ def _pick_kernel(
         parts = row * PARTS + tl.arange(0, PARTS)
         tops = tl.load(values + parts, cache_modifier=".cg")
         firsts = tl.load(indices + parts, cache_modifier=".cg")
-        picked = tl.min(tl.where(tops == tl.max(tops, 0), firsts, vocabulary), 0)
-        tl.store(tokens + row, tl.minimum(picked, vocabulary - 1))
+        picked = tl.minimum(tl.min(tl.where(tops == tl.max(tops, 0), firsts, vocabulary), 0), vocabulary - 1)
+        tl.store(tokens + row, picked)
+        tl.store(on_host + row, picked)
         tl.store(arrived + row, 0)

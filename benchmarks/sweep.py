@@ -4,9 +4,13 @@
     python benchmarks/table.py benchmarks/results/sweep-h200.json
 
 Every batch is a number of prompts of equal length, all there at the beginning. TTFT is the time until the host has the
-first token of all of them; TPOT is the time of the other tokens, divided by their number less one. The host reads the
-tokens of every step before it builds the next step's metadata. Weights are random, sampling is greedy. On a CPU a small
-model runs, on recorded graphs, to show that the benchmark works and not how fast anything is.
+first token of all of them; TPOT is the time of the other tokens, divided by their number less one. Weights are random,
+sampling is greedy. On a CPU a small model runs, on recorded graphs, to show that the benchmark works and not how fast
+anything is.
+
+The host reads the tokens of every step before it builds the next step. The rows of mode `overlapped`, of the same
+executor as mode `graph`, are of a host with overlapped scheduling: it builds and hands over a step while the device is
+at the one before, whose tokens that step takes from where the sampler leaves them, and reads those behind it.
 
 With `--tp` the same is measured on so many tensor-parallel ranks, each a process on a device of its own; all of them on
 one device where `--device` has a number. Every rank has all logits, so each samples for itself; rank 0 measures.
@@ -17,9 +21,11 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,14 +35,15 @@ import ranks
 import results as result_files
 import torch
 from batch import PAGE_SIZE, StepBuilder
-from greedy import Greedy
+from greedy import Greedy, Picked
 from model import SHAPES, random_model
 
 from xllm_executor import ModelExecutor
 from xllm_graph import sequence_buckets
 from xllm_models import TensorParallel
 
-MODES = ("eager", "graph", "piecewise")
+OVERLAPPED = "overlapped"
+MODES = {"eager": ("eager",), "graph": ("graph", OVERLAPPED), "piecewise": ("piecewise",)}  # rows of each executor
 DEFAULTS = {  # device type -> defaults of the options
     "cuda": {"shape": "qwen3-0.6b", "batches": "1,8,16,100", "input_len": 1024, "output_len": 256, "dtype": "bfloat16"},
     "cpu": {"shape": "small", "batches": "1,3,8", "input_len": 48, "output_len": 12, "dtype": "float32"},
@@ -100,47 +107,71 @@ class Bench:
 
     @torch.no_grad()
     def generate(
-        self, executor: ModelExecutor, batch: int, margins: np.ndarray | None = None
+        self, executor: ModelExecutor, batch: int, *, overlap: bool = False, margins: np.ndarray | None = None
     ) -> tuple[float, float, np.ndarray]:
         """Runs one batch: (TTFT in s, TPOT in s, tokens [batch, output_len]).
 
-        `margins` [batch, output_len] gets by how much the first logit exceeds the second, at the cost of true times.
+        Args:
+            executor: of a mode, see `executor`.
+            batch: prompts.
+            overlap: whether steps are handed over while the device is at the one before.
+            margins: [batch, output_len] gets by how much the first logit exceeds the second, at the cost of true times.
         """
         arguments = self.arguments
         out = np.empty((arguments.output_len, batch), dtype=np.int32).T  # a step's tokens lie side by side
+        unread: deque[tuple[slice, int, Picked]] = deque()
+
+        def read(left: int) -> None:
+            """Takes over tokens, the oldest first, until as many steps are left."""
+            while len(unread) > left:
+                rows, index, picked = unread.popleft()
+                out[rows, index] = picked.wait()
+
+        every = slice(0, batch)
         per_step = max(1, TOKENS_PER_STEP // arguments.input_len)
         start = time.perf_counter()
         for first in range(0, batch, per_step):
-            requests = slice(first, min(first + per_step, batch))
-            out[requests, 0] = self._step(executor, requests, 0, self.prompts[requests], margins)
+            rows = slice(first, min(first + per_step, batch))
+            unread.append((rows, 0, self._step(executor, rows, 0, self.prompts[rows], margins)))
+            read(batch if overlap else 0)
+        read(0)
         first_token = time.perf_counter()
+        tokens: np.ndarray | torch.Tensor = self._sample.last(every)
         for index in range(1, arguments.output_len):
-            position = arguments.input_len + index - 1
-            out[:, index] = self._step(executor, slice(0, batch), position, out[:, index - 1 : index], margins)
+            if not overlap:
+                tokens = out[:, index - 1 : index]
+            unread.append((every, index, self._step(executor, every, index, tokens, margins)))
+            read(1 if overlap else 0)
+        read(0)
         end = time.perf_counter()
         return first_token - start, (end - first_token) / (arguments.output_len - 1), out
 
     def _step(
-        self, executor: ModelExecutor, requests: slice, position: int, tokens: np.ndarray, margins: np.ndarray | None
-    ) -> Any:
-        step = self.builder.build(requests, position, tokens)
+        self,
+        executor: ModelExecutor,
+        rows: slice,
+        index: int,
+        tokens: np.ndarray | torch.Tensor,
+        margins: np.ndarray | None,
+    ) -> Picked:
+        """Hands over the step that makes tokens of this index."""
+        position = self.arguments.input_len + index - 1 if index else 0
+        step = self.builder.build(rows, position, tokens)
         logits = executor.execute(step.tokens, step.positions, step.metadata, step.logits_indices)
         if margins is not None:
             first, second = logits.float().topk(2, dim=-1).values.unbind(-1)
-            index = max(0, position - self.arguments.input_len + 1)
-            margins[requests, index] = (first - second).cpu().numpy()
-        tokens = self._sample(logits).numpy()  # the same memory; what can be done before the device is through is
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the next step needs them on the host
-        return tokens
+            margins[rows, index] = (first - second).cpu().numpy()
+        return self._sample(logits, rows, index)
 
     def measure(
-        self, executor: ModelExecutor, batch: int, truth: _Truth | None, repeats: int
+        self, executor: ModelExecutor, batch: int, truth: _Truth | None, repeats: int, *, overlap: bool
     ) -> tuple[dict[str, Any], _Truth]:
         """One row of the results, and the tokens."""
         margins = np.zeros((batch, self.arguments.output_len), dtype=np.float32)
-        _, _, tokens = self.generate(executor, batch, margins)  # warms, and is what is compared
-        runs = [self.generate(executor, batch) for _ in range(repeats)]
+        _, _, tokens = self.generate(
+            executor, batch, overlap=overlap, margins=margins
+        )  # warms, and is what is compared
+        runs = [self.generate(executor, batch, overlap=overlap) for _ in range(repeats)]
         row = {
             "batch": batch,
             "ttft_ms": _summary([ttft * 1e3 for ttft, _, _ in runs]),
@@ -196,11 +227,12 @@ def measure(place: ranks.Place | None, arguments: argparse.Namespace) -> _Measur
     rows: list[dict[str, Any]] = []
     stats: dict[str, Any] = {}
     said: dict[tuple[str, int], _Truth] = {}
-    for mode in arguments.modes.split(","):
-        repeats = arguments.eager_repeats or arguments.repeats if mode == "eager" else arguments.repeats
-        with bench.executor(mode) as executor:
-            for batch in bench.batches:
-                row, said[mode, batch] = bench.measure(executor, batch, said.get(("eager", batch)), repeats)
+    for executor_mode in arguments.modes.split(","):
+        repeats = arguments.eager_repeats or arguments.repeats if executor_mode == "eager" else arguments.repeats
+        with bench.executor(executor_mode) as executor:
+            for mode, batch in product(MODES[executor_mode], bench.batches):
+                truth = said.get(("eager", batch))
+                row, said[mode, batch] = bench.measure(executor, batch, truth, repeats, overlap=mode == OVERLAPPED)
                 rows.append({"tp": size, "mode": mode} | row)
                 if bench.leads:
                     print(
@@ -208,7 +240,7 @@ def measure(place: ranks.Place | None, arguments: argparse.Namespace) -> _Measur
                         f"TPOT {row['tpot_ms']['median']:.3f}, best {row['tpot_ms']['best']:.3f}",
                         flush=True,
                     )
-            stats[mode] = executor.stats()
+            stats[executor_mode] = executor.stats()
     memory = graph_memory(bench) if arguments.tp == "1" else None
     return _Measured(rows=rows, stats=stats, said=said, graph_memory=memory)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import results as result_files
 
-NAMES = {"eager": "eager", "graph": "decode graph", "piecewise": "piecewise"}
+NAMES = {"eager": "eager", "graph": "decode graph", "overlapped": "overlapped", "piecewise": "piecewise"}
 
 
 def table(document: dict[str, Any]) -> str:

@@ -34,6 +34,19 @@ def test_steps_equal_the_reference_builders(load: Any, first: int, count: int) -
     validate(step.metadata, num_tokens=3 * count, num_seqs=3, num_blocks=builder.num_blocks, page_size=batch.PAGE_SIZE)
 
 
+def test_a_step_is_built_while_the_device_is_at_the_one_before(load: Any) -> None:
+    builder = load("batch").StepBuilder(max_num_seqs=2, max_len=40, device=torch.device("cpu"))
+    sampled = torch.tensor([7, 8], dtype=torch.int32)
+    before = builder.build(slice(0, 2), 20, np.array([[5], [6]], dtype=np.int32))
+    step = builder.build(slice(0, 2), 21, sampled)
+    assert step.tokens is sampled  # read when the device comes to them
+    assert (before.tokens.tolist(), before.positions.tolist()) == ([5, 6], [20, 20])
+    assert (step.positions.tolist(), step.metadata.kv_seq_lens_host.tolist()) == ([21, 21], [0, 22, 44])
+    again = builder.build(slice(0, 2), 22, np.array([[9], [9]], dtype=np.int32))
+    assert again.positions.data_ptr() == before.positions.data_ptr()
+    assert again.tokens.tolist() == [9, 9]
+
+
 def _ties(num_rows: int, vocabulary: int, device: str) -> torch.Tensor:
     """Logits of few values, so that many are the largest; one row has nothing but -inf."""
     logits = torch.randint(-3, 3, (num_rows, vocabulary), generator=torch.manual_seed(0)).to(torch.bfloat16)
@@ -46,22 +59,26 @@ def test_the_likeliest_token_is_picked(load: Any, vocabulary: int) -> None:
     greedy = load("greedy")
     logits = _ties(3, vocabulary, "cpu")
     scratch = (torch.zeros(3, greedy.PARTS), torch.zeros(3, greedy.PARTS, dtype=torch.int32))
-    arrived, tokens = torch.zeros(3, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+    arrived, tokens, on_host = torch.zeros(3, dtype=torch.int32), *torch.empty((2, 3), dtype=torch.int32)
     for _ in range(2):
-        greedy.pick(logits.float(), tokens, *scratch, arrived)  # the interpreter has no bfloat16
+        greedy.pick(logits.float(), tokens, on_host, *scratch, arrived)  # the interpreter has no bfloat16
         assert tokens.tolist()[:2] == logits.argmax(-1).tolist()[:2]
         assert 0 <= tokens[2] < vocabulary
-    assert greedy.Greedy(4, torch.device("cpu"))(logits).tolist() == logits.argmax(-1).tolist()
+        assert on_host.tolist() == tokens.tolist()
+    sample = greedy.Greedy(4, torch.device("cpu"))
+    first = sample(logits, slice(1, 4), 0)
+    second = sample(logits.neg().flip(0), slice(1, 4), 1)
+    assert first.wait().tolist() == logits.argmax(-1).tolist()
+    assert second.wait().tolist() == sample.last(slice(1, 4)).tolist() == logits.neg().flip(0).argmax(-1).tolist()
 
 
 @pytest.mark.gpu
 def test_the_likeliest_token_is_picked_on_a_device(load: Any) -> None:
     sample = load("greedy").Greedy(100, torch.device("cuda"))
-    for num_rows in (100, 1):
+    for index, num_rows in enumerate((100, 1)):
         logits = _ties(num_rows + 1, 151936, "cuda")[:-1]
-        picked = sample(logits)
-        torch.cuda.synchronize()
-        assert picked.tolist() == logits.argmax(-1).tolist()
+        picked = sample(logits, slice(0, num_rows), index).wait().tolist()
+        assert picked == sample.last(slice(0, num_rows)).tolist() == logits.argmax(-1).tolist()
 
 
 def test_a_small_sweep_its_table_and_a_comparison(
@@ -74,9 +91,9 @@ def test_a_small_sweep_its_table_and_a_comparison(
     assert {"device", "versions", "commit", "command", "date"} <= set(document["stamp"])
     rows = document["results"]["rows"]
     assert [(row["mode"], row["batch"]) for row in rows] == [
-        (mode, batch) for mode in ("eager", "graph", "piecewise") for batch in (1, 3)
+        (mode, batch) for mode in ("eager", "graph", "overlapped", "piecewise") for batch in (1, 3)
     ]
-    assert [row["sequences_equal_to_eager"] for row in rows] == [None, None, 1, 3, 1, 3]
+    assert [row["sequences_equal_to_eager"] for row in rows] == [None, None, 1, 3, 1, 3, 1, 3]
     assert all(row["repeatable"] for row in rows)
     stats = document["results"]["stats"]
     assert set(stats["eager"]["steps"]) == {"eager"}
@@ -86,9 +103,9 @@ def test_a_small_sweep_its_table_and_a_comparison(
     capsys.readouterr()
     load("table").main([str(result)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| B | TTFT eager | TTFT decode graph | TTFT piecewise | TPOT eager")
+    assert lines[2].startswith("| B | TTFT eager | TTFT decode graph | TTFT overlapped | TTFT piecewise | TPOT eager")
     assert lines[-3].startswith("| 3 | ")
-    assert lines[-3].endswith("| 3/3, 3/3 |")
+    assert lines[-3].endswith("| 3/3, 3/3, 3/3 |")
     assert lines[-1].startswith("Memory of 20 decode graphs: 1.")
 
     load("table").main([str(result), "--out", str(tmp_path / "table.md"), "--plot", str(tmp_path / "plot.png")])
@@ -127,19 +144,21 @@ def test_ranks_are_swept_compared_and_tabled(load: Any, tmp_path: Path, capsys: 
     measured = json.loads(result.read_text())["results"]
     rows = measured["rows"]
     assert [(row["tp"], row["mode"], row["batch"]) for row in rows] == [
-        (tp, mode, batch) for tp in (1, 2) for mode in ("eager", "graph") for batch in (1, 3)
+        (tp, mode, batch) for tp in (1, 2) for mode in ("eager", "graph", "overlapped") for batch in (1, 3)
     ]
     assert all(row["ranks_alike"] and row["repeatable"] for row in rows)
-    assert [row["sequences_equal_to_eager"] for row in rows] == [None, None, 1, 3] * 2
-    assert [row["sequences_equal_to_one_rank"] for row in rows] == [None] * 4 + [1, 3] * 2
+    assert [row["sequences_equal_to_eager"] for row in rows] == [None, None, 1, 3, 1, 3] * 2
+    assert [row["sequences_equal_to_one_rank"] for row in rows] == [None] * 6 + [1, 3] * 3
     assert [group["tp"] for group in measured["groups"]] == [1, 2]
     assert measured["groups"][1]["end_s"] < 10
 
     capsys.readouterr()
     load("table").main([str(result)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| B | TTFT TP=1 eager | TTFT TP=1 decode graph | TTFT TP=2 eager |")
-    assert lines[5].endswith("| 3/3, 3/3 |")
+    assert lines[2].startswith(
+        "| B | TTFT TP=1 eager | TTFT TP=1 decode graph | TTFT TP=1 overlapped | TTFT TP=2 eager |"
+    )
+    assert lines[5].endswith("| 3/3, 3/3, 3/3, 3/3 |")
     assert lines[7] == "- TP=2 eager, B=1: 1 of 1 answers are those of TP=1."
     assert lines[-1].startswith("- TP=2: all ranks had the same tokens: yes. Graphs, group and processes ended within ")
 

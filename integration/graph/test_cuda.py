@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -37,6 +38,53 @@ def decode_steps(setup: Any, count: int) -> list[tuple[Any, ...]]:
         steps.append((tokens, positions, metadata, torch.arange(5, device="cuda")))
     torch.cuda.synchronize()
     return steps
+
+
+def overlapping_steps(setup: Any) -> list[tuple[Any, ...]]:
+    """Steps made ahead: prompts, a prompt beside decodes, decodes of several sizes.
+
+    Each is tokens, positions, metadata, rows of the logits, requests of those, rows of tokens that have to be sampled,
+    and requests of those.
+    """
+    world = setup.world
+    a, b, c, d = (world.add() for _ in range(4))
+    parts = [[(a, 3), (b, 5), (c, 4)], [(b, 1), (d, 6), (a, 1)]]
+    parts += [[(number, 1) for number in some] for some in ((a, b, c, d), (d, a), (b, c, d), (c,), (a, b, c, d))]
+    steps = []
+    for part in parts:
+        metadata, tokens, positions = world._build(part)
+        ends = torch.tensor([count for _, count in part], device="cuda").cumsum(0)
+        numbers = torch.tensor([number for number, _ in part], device="cuda")
+        decodes = torch.tensor([count == 1 for _, count in part], device="cuda")
+        steps.append((tokens, positions, metadata, ends - 1, numbers, (ends - 1)[decodes], numbers[decodes]))
+    torch.cuda.synchronize()
+    return steps
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_steps_are_handed_over_while_the_device_is_behind(make_cuda_setup: MakeSetup, family: str) -> None:
+    setup = make_cuda_setup(family)
+    steps = overlapping_steps(setup)
+    latest = torch.zeros(4, dtype=torch.int32, device="cuda")  # the token that each request got last
+
+    def run(*, overlap: bool) -> list[torch.Tensor]:
+        said = []
+        for tokens, positions, metadata, rows, numbers, sampled, sampled_numbers in steps:
+            if overlap:
+                torch.cuda._sleep(20_000_000)  # cycles: ten milliseconds
+            ids = tokens.index_copy(0, sampled, latest[sampled_numbers])
+            logits = setup.executor.execute(ids, positions, metadata, rows)
+            latest.index_copy_(0, numbers, logits.argmax(-1).int())
+            said.append(logits.clone())
+            if not overlap:
+                torch.cuda.synchronize()
+        return said
+
+    waited = run(overlap=False)
+    overlapped = run(overlap=True)
+    assert not torch.cuda.current_stream().query()  # the device is still behind
+    for step, (one, other) in enumerate(zip(waited, overlapped, strict=True)):
+        assert torch.equal(one, other), f"step {step}"
 
 
 def test_a_decode_step_never_waits_for_the_device(make_cuda_setup: MakeSetup) -> None:

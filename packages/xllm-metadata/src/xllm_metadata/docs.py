@@ -71,7 +71,10 @@ pages 9 and 3.
 - The Python view of the metadata is valid inside the call. One that was kept raises `RuntimeError` when it is read
   later, instead of reading memory that may be gone; a tensor taken from it stays alive as any tensor does, but its
   content is the C++ side's to overwrite.
-- The result is valid until the next `execute`.
+- The result is valid until the next `execute`: what is enqueued on the stream before that call sees it.
+- So a step may be handed over while the device is at the one before (overlapped scheduling). Its tensors lie in other
+  memory then, and its token ids may be what the sampler, on the same stream, has yet to write. Lengths and pages must
+  be known.
 
 ## Fewer mirrors
 
