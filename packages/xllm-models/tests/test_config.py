@@ -99,6 +99,47 @@ def test_model_args_read_back_to_an_equal_config(model_type: str, change: dict[s
     assert pickle.loads(pickle.dumps(config)) == config
 
 
+OWN: dict[str, Any] = {"logit_scale": 0.25, "norm_kind": "layer"}
+
+
+def test_keys_of_a_familys_own_cross_model_args() -> None:
+    config = ModelConfig.from_dict(HF | {"logit_scale": 0.0625}, own=OWN)
+    assert config.own == {"logit_scale": 0.0625, "norm_kind": "layer"}
+    assert config != ModelConfig.from_dict(HF, own=OWN)
+    args = config.to_model_args()
+    assert json.loads(args["own_config"]) == config.own
+    assert ModelConfig.from_dict(args, own=OWN) == config
+    assert "own_config" not in ModelConfig.from_dict(HF).to_model_args()
+    hash(config)
+
+
+@pytest.mark.parametrize(
+    ("own_config", "message"),
+    [
+        (None, "config has n_layers, a name of ModelArgs, but no own_config with logit_scale, norm_kind"),
+        ('{"logit_scale": 1.0}', "no own_config with norm_kind"),
+        ("[1]", r"own_config in config must be a JSON object, got '\[1\]'"),
+        ("{", "own_config in config must be a JSON object, got '{'"),
+    ],
+)
+def test_model_args_that_lost_a_familys_own_keys_are_refused(own_config: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(ARGS | {"own_config": own_config}, own=OWN)
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({}, 0),
+        ({"sliding_window": 7}, 7),  # as most families write it, who have no flag
+        ({"sliding_window": 7, "use_sliding_window": False}, 0),
+        ({"sliding_window": None}, 0),
+    ],
+)
+def test_a_window_that_is_given_is_used(change: dict[str, Any], window: int) -> None:
+    assert ModelConfig.from_dict(HF | change).window(0) == window
+
+
 @pytest.mark.parametrize("hf", [LlamaConfig(), Qwen3Config(), LlamaConfig(head_dim=96), Qwen3Config(head_dim=64)])
 def test_configs_as_transformers_writes_them(hf: Any, tmp_path: Path) -> None:
     hf.save_pretrained(tmp_path)

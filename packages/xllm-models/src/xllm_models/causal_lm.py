@@ -23,12 +23,14 @@ from .loading import StateDict, WeightMap, dequantized, load_weights
 class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head. T tokens of a step, one after another, without a batch dimension.
 
-    A family sets `weight_map`, and `config_defaults` where its config.json may omit keys, and implements `build`,
-    which assigns `self.model` and `self.lm_head`.
+    A family sets `weight_map`, `config_defaults` where its config.json may omit keys, and `own_config` where it has
+    keys that `ModelConfig` does not know: they are in `config.own`. It implements `build`, which assigns `self.model`
+    and `self.lm_head`.
     """
 
     weight_map: ClassVar[WeightMap]
     config_defaults: ClassVar[Mapping[str, Any]] = {}  # in HF names
+    own_config: ClassVar[Mapping[str, Any]] = {}  # in HF names, with the value of an absent key
 
     model: nn.Module  # (input_ids [T], positions [T]) -> hidden [T, hidden]
     lm_head: LMHead
@@ -48,7 +50,7 @@ class CausalLM(nn.Module, ABC):
         """
         super().__init__()
         if not isinstance(config, ModelConfig):
-            config = ModelConfig.from_dict(config, defaults=self.config_defaults)
+            config = self.parse_config(config)
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype or config.dtype
@@ -58,6 +60,11 @@ class CausalLM(nn.Module, ABC):
         _materialize(self, self.device, self.dtype)
         self.attention_specs = _attention_specs(self)
         self.eval()
+
+    @classmethod
+    def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """The family's configuration from config.json or ModelArgs names; see `ModelConfig.from_dict` for errors."""
+        return ModelConfig.from_dict(raw, defaults=cls.config_defaults, own=cls.own_config)
 
     @abstractmethod
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from .config_keys import ConfigKeys
 from .moe_config import MoEConfig
+from .own_config import OWN_CONFIG, parse_own
 from .quantization_config import Quantization, parse_quantization
 from .rope_config import RopeConfig, parse_layer_ropes
 
@@ -64,7 +65,8 @@ class ModelConfig:
     final_logit_softcapping: float = 0.0  # 0: none
     quantization: Quantization | None = None  # of the checkpoint; no part of ModelArgs
     max_model_len: int = 0  # the longest sequence to be served; 0: all that the positions allow
-    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as read, for own keys
+    own: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the family's own keys, see CausalLM.own_config
+    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as read
 
     def __post_init__(self) -> None:
         for name in (
@@ -101,11 +103,22 @@ class ModelConfig:
         return self.sliding_window if self.slides(layer_id) else 0
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Parse HF config.json names and ModelArgs names alike; `defaults` are the family's, in HF names.
+    def from_dict(
+        cls,
+        raw: Mapping[str, Any],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
+    ) -> ModelConfig:
+        """Parse HF config.json names and ModelArgs names alike; `CausalLM.parse_config` knows what a family adds.
 
         A missing, contradictory or wrongly typed key, an unsupported quantization and an unknown dtype or rope type
         are ValueErrors that name it.
+
+        Args:
+            raw: the configuration.
+            defaults: what keys that it lacks are in this family, in HF names.
+            own: keys of the family's own, with what they are where it lacks them.
         """
         keys = ConfigKeys(raw, defaults=defaults)
         hidden_size = keys.integer("hidden_size")
@@ -148,6 +161,7 @@ class ModelConfig:
             bos_token_id=keys.optional_int("bos_token_id"),
             eos_token_ids=_eos_token_ids(keys),
             quantization=parse_quantization(raw),
+            own=parse_own(keys, own or {}),
             raw=dict(raw),
         )
 
@@ -185,15 +199,18 @@ class ModelConfig:
             args["query_pre_attn_scalar"] = self.query_pre_attn_scalar
         if self.final_logit_softcapping:
             args["final_logit_softcapping"] = self.final_logit_softcapping
+        if self.own:
+            args[OWN_CONFIG] = json.dumps(dict(self.own))
         if self.moe is not None:
             args |= self.moe.to_model_args()
         return args | self.rope.to_model_args()
 
 
 def _sliding_window(raw: Mapping[str, Any], keys: ConfigKeys, defaults: Mapping[str, Any]) -> int:
-    """0 where windows are off: by `use_sliding_window`, or by a null window, which is not an absent one."""
-    absent_or_null = raw.get("sliding_window", defaults.get("sliding_window", 1)) is None
-    if not keys.boolean("use_sliding_window", default=False) or absent_or_null:
+    """0 where there are no windows: none is given, or a null one, which is not an absent one, or the flag is off."""
+    given = "sliding_window" in raw or "sliding_window" in defaults
+    null = given and raw.get("sliding_window", defaults.get("sliding_window")) is None
+    if not keys.boolean("use_sliding_window", default=given) or null:
         return 0
     window = keys.integer("sliding_window")
     if window < 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .causal_lm import CausalLM
-from .config import ModelConfig, parse_dtype, read_config
+from .config import parse_dtype, read_config
 from .config_keys import ConfigKeys
 from .layers import TensorParallel
 from .loading import open_checkpoint
@@ -46,7 +46,7 @@ def load_model(
     architectures = keys.strings("architectures")
     name = architectures[0] if architectures else keys.string("model_type")
     model_class = get_model_class(name)
-    config = ModelConfig.from_dict(raw, defaults=model_class.config_defaults)
+    config = model_class.parse_config(raw)
     if max_model_len is not None:
         if not 0 < max_model_len <= config.num_positions:
             raise ValueError(

@@ -62,7 +62,10 @@ def get_model_class(name: str) -> type[CausalLM]:
         raise ValueError(f"model {name!r} is claimed by {sorted(claim.value for claim in claims)}")
     for claim in claims:
         return _checked(name, claim.load())
-    raise ValueError(f"unsupported architecture {name!r}; supported: {', '.join(supported_models())}")
+    raise ValueError(
+        f"unsupported architecture {name!r}; supported: {', '.join(supported_models())}. A port is found by an entry "
+        f"point of the group {ENTRY_POINT_GROUP} or by register_model"
+    )
 
 
 def _checked(name: str, model_class: object) -> type[CausalLM]:

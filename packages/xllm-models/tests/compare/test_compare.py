@@ -16,6 +16,7 @@ from torch import nn
 from xllm_models import CausalLM, load_model
 from xllm_models.__main__ import main
 from xllm_models.compare import Report, Trace, compare_traces, read_dump, trace_hf, trace_ours, write_dump
+from xllm_models.compare.blind_spots import blind_spots
 from xllm_models.compare.trace import observed
 
 REPOSITORY = Path(__file__).parents[4]
@@ -66,6 +67,12 @@ def shift_rope(model: CausalLM) -> None:
     table[:-1] = table[1:].clone()
 
 
+def scale_logits(model: CausalLM) -> None:
+    # Behind the head, which is the last module: no module shows it.
+    compute = model.compute_logits
+    model.compute_logits = lambda hidden, indices=None: compute(hidden, indices) * 1.01  # type: ignore[method-assign]
+
+
 def change_eps(model: CausalLM) -> None:
     norm: Any = model.get_submodule("model.layers.2.post_attention_layernorm")
     norm.eps = 0.05  # the variance is about 30 here
@@ -95,6 +102,7 @@ def break_last_value(model: CausalLM) -> None:
         (change_eps, "model.layers.2.post_attention_layernorm"),
         (change_first_eps, "model.layers.0.input_layernorm"),
         (change_head_eps, "model.layers.1.self_attn.attn.q"),
+        (scale_logits, "logits"),
         (break_last_value, "model.layers.2.mlp.down_proj"),
     ],
 )
@@ -173,14 +181,60 @@ def test_traces_that_do_not_fit_are_named(sound: tuple[Path, Trace]) -> None:
     with pytest.raises(ValueError, match="different tokens: 1 and 8"):
         compare_traces(ours, reference, model.weight_map, tolerance=1e-4)
     ours = trace_ours(model, TOKEN_IDS)
-    headless = {name: value for name, value in reference.entries.items() if name != "lm_head"}
+    headless = {name: value for name, value in reference.entries.items() if name != "logits"}
     cut = reference.entries | {"model.norm": reference.entries["model.norm"][:, 1:]}
     for entries, message in (
-        (headless, "the reference has no lm_head"),
+        (headless, "the reference has no logits"),
         (cut, r"model\.norm is \[8, 32\], but the reference has \[8, 31\]"),
     ):
         with pytest.raises(ValueError, match=message):
             compare_traces(ours, Trace(token_ids=TOKEN_IDS, entries=entries), model.weight_map, tolerance=1e-4)
+
+
+class ResidualLayerNorm(nn.Module):
+    """A norm of a port's own that hands on the residual; what it contains makes it no decoder layer."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.inner = norm
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out: tuple[torch.Tensor, torch.Tensor] = self.inner(x, residual, ahead)
+        return out
+
+
+def test_a_residual_norm_of_another_class_is_compared_by_what_it_normed(sound: tuple[Path, Trace]) -> None:
+    directory, reference = sound
+    model = load_model(directory, max_model_len=len(TOKEN_IDS) + 1)
+    layer: Any = model.get_submodule("model.layers.1")
+    layer.post_attention_layernorm = ResidualLayerNorm(layer.post_attention_layernorm)
+    report = compare(model, reference)
+    assert report.passed
+    assert "model.layers.1.post_attention_layernorm" in [entry.name for entry in report.entries]
+
+
+def test_what_a_checkpoint_hides_is_noted(
+    write_checkpoint: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, directory = write_checkpoint("mistral", sliding_window=8)
+    model = load_model(directory)
+    assert list(blind_spots(model, 9)) == []
+    assert list(blind_spots(model, 8)) == [
+        "no query of 8 tokens leaves a sliding window of 8: a longer prompt compares windows"
+    ]
+    weights = load_file(directory / "model.safetensors")
+    for name, weight in weights.items():
+        if "input_layernorm" in name:
+            weight.fill_(1.0)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    assert main(["compare", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "note: model.layers.0.input_layernorm.weight and 1 more have the same value everywhere: a port that ignores "
+        "them may pass"
+    )
 
 
 @pytest.mark.parametrize(

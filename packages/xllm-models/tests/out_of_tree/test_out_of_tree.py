@@ -109,18 +109,33 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     exec(checkpoint, {})
     assert main(command.split()) == 0
     # The two outputs that the guide shows, up to the last digits of an error.
-    assert "PASS: all 40 modules within 0.0001; the worst is model.layers." in capsys.readouterr().out
-    assert "PASS: all 40 modules within 0.0001; the worst is model.layers." in text
-    registry._registered.clear()
-    from xllm_granite import granite
-
-    multiplier = granite.multiplier
-    monkeypatch.setattr(granite, "multiplier", lambda c, name: multiplier(c, name) if "residual" not in name else 1.0)
-    assert main(command.split()) == 1
     out = capsys.readouterr().out
-    verdict = out.splitlines()[-1]
+    assert "PASS: all 41 entries within 0.0001; the worst is model.layers." in out
+    assert "PASS: all 41 entries within 0.0001; the worst is model.layers." in text
+    assert "note:" not in out  # the guide's checkpoint shows what it should
+
+    *_, first_choices, verdict = with_fault("residual_multiplier", command.split(), monkeypatch, capsys)
+    assert f"    {first_choices}\n" in text
     assert f"    {verdict}\n" in text
-    assert "first choices: 23 of 24 the same" in out
-    for bad, message in (("granite", "must be MODULE:CLASS"), ("xllm_granite:Nothing", "has no Nothing")):
+    assert "FAIL: logits departs first" in with_fault("logits_scaling", command.split(), monkeypatch, capsys)[-1]
+    for bad, message in (
+        ("granite", "must be MODULE:CLASS"),
+        ("xllm_granite:Nothing", "has no Nothing"),
+        ("nosuch:Port", "--model nosuch:Port: importing nosuch failed: No module named 'nosuch'"),
+    ):
         assert main(["compare", "granite-tiny", "--model", bad]) == 2
         assert message in capsys.readouterr().err
+
+
+def with_fault(
+    forgotten: str, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """What the comparison says of a port that forgot one of the multipliers."""
+    from xllm_granite import GraniteForCausalLM
+
+    registry._registered.clear()
+    parse = GraniteForCausalLM.parse_config
+    with monkeypatch.context() as patched:
+        patched.setattr(GraniteForCausalLM, "parse_config", lambda raw: parse({**raw, forgotten: 1.0}))
+        assert main(command) == 1
+    return capsys.readouterr().out.splitlines()

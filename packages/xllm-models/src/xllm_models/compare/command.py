@@ -12,6 +12,7 @@ import torch
 from ..config import ModelConfig, parse_dtype, read_config
 from ..load import load_model
 from ..registry import register_model
+from .blind_spots import blind_spots
 from .dump import read_dump, write_dump
 from .hf import trace_hf
 from .ours import trace_ours
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
         reference = trace_hf(directory, token_ids, dtype=dtype, device=model.device)
     tolerance = TOLERANCES[dtype] if arguments.tolerance is None else arguments.tolerance
     report = compare_traces(ours, reference, model.weight_map, tolerance=tolerance)
+    for spot in blind_spots(model, len(token_ids)):
+        write(f"note: {spot}")
     write(format_report(report))
     if arguments.dump is not None:
         _dump(arguments.dump, ours, reference)
@@ -67,7 +70,11 @@ def _register(target: str, directory: Path) -> None:
     module, _, name = target.partition(":")
     if not name:
         raise ValueError(f"--model must be MODULE:CLASS, got {target!r}")
-    model_class = getattr(import_module(module), name, None)
+    try:
+        imported = import_module(module)
+    except ImportError as error:
+        raise ValueError(f"--model {target}: importing {module} failed: {error}") from error
+    model_class = getattr(imported, name, None)
     if model_class is None:
         raise ValueError(f"module {module} has no {name}")
     register_model(ModelConfig.from_dict(read_config(directory)).architecture, model_class)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .trace import Trace, observed
+from .trace import LOGITS, Trace, observed
 
 
 def trace_hf(directory: Path, token_ids: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Trace:
@@ -32,7 +32,8 @@ def trace_hf(directory: Path, token_ids: Sequence[int], *, dtype: torch.dtype, d
 
     ids = torch.tensor([list(token_ids)], device=device)
     with torch.no_grad(), observed(model, observe), _attention_observed(model, trace):
-        model(input_ids=ids, use_cache=False)
+        output = model(input_ids=ids, use_cache=False)
+    trace.add(LOGITS, output.logits[0])
     return trace
 
 

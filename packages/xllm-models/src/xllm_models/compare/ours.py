@@ -15,8 +15,7 @@ from xllm_attention import Attention, AttentionBackend, create_backend, forward_
 from xllm_metadata import LayerCache, build_attention_metadata
 
 from ..causal_lm import CausalLM
-from ..layers import ResidualRMSNorm
-from .trace import Trace, observed
+from .trace import LOGITS, Trace, observed
 
 PAGE_SIZE = 16
 
@@ -27,7 +26,7 @@ def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2
 
     def observe(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module is not model:  # its result is that of `model.model`
-            for suffix, value in _tensors(module, args, output):
+            for suffix, value in _tensors(name, module, args, output):
                 trace.add(name + suffix, value)
 
     num_tokens = len(token_ids)
@@ -42,7 +41,8 @@ def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2
             metadata = build_attention_metadata([end - start], [end], pages, PAGE_SIZE, device=str(model.device))
             backend.plan(metadata)
             with forward_context(backend):
-                model.compute_logits(model(ids[start:end], positions[start:end]))
+                logits = model.compute_logits(model(ids[start:end], positions[start:end]))
+            trace.add(LOGITS, logits)
             start = end
     return trace
 
@@ -58,7 +58,7 @@ def _backend(model: CausalLM, num_tokens: int) -> AttentionBackend:
     return backend
 
 
-def _tensors(module: nn.Module, args: tuple[Any, ...], output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """What of a call is comparable: (suffix of the entry's name, tensor [T, ...])."""
     if isinstance(module, Attention):
         # Queries and keys show what norms and rotary embedding did to them.
@@ -66,10 +66,9 @@ def _tensors(module: nn.Module, args: tuple[Any, ...], output: Any) -> Iterator[
         yield "", output
     elif isinstance(output, torch.Tensor):
         yield "", output
-    elif isinstance(module, ResidualRMSNorm):
-        yield "", output[0]
     elif isinstance(output, tuple) and all(isinstance(one, torch.Tensor) for one in output):
         if len(output) == 2 and output[0].ndim == 2 and output[0].shape == output[1].shape:
-            yield "", output[0] + output[1]  # a decoder layer keeps its residual apart
+            # A decoder layer, one of a list, keeps its residual apart; a norm hands on the next one.
+            yield "", output[0] + output[1] if name.rsplit(".", 1)[-1].isdecimal() else output[0]
         elif len(output) == 3:
             yield "", torch.cat([one.flatten(1) for one in output], dim=1)  # a fused projection

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..loading import WeightMap
-from .trace import Trace
-
-LOGITS = "lm_head"
+from .trace import LOGITS, Trace
 
 # Largest relative error that a sound model shows, by dtype, in the deepest layer.
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -124,7 +122,7 @@ def _positions(token_ids: tuple[int, ...], ours: torch.Tensor, theirs: torch.Ten
 def format_report(report: Report) -> str:
     """The tables and the verdict, as text."""
     width = max(len(entry.name) for entry in report.entries)
-    lines = [f"{'module':{width}}  max error  rel error  cosine"]
+    lines = [f"{'entry':{width}}  max error  rel error  cosine"]
     for entry in report.entries:
         flag = "  <- beyond tolerance" if entry.departs(report.tolerance) else ""
         lines.append(
@@ -145,13 +143,13 @@ def format_report(report: Report) -> str:
     if first is None:
         worst = max(report.entries, key=lambda entry: entry.relative_error)
         lines.append(
-            f"PASS: all {len(report.entries)} modules within {report.tolerance:g}; "
+            f"PASS: all {len(report.entries)} entries within {report.tolerance:g}; "
             f"the worst is {worst.name} with {worst.relative_error:.2e}"
         )
     else:
         count = sum(entry.departs(report.tolerance) for entry in report.entries)
         lines.append(
             f"FAIL: {first.name} departs first, with relative error {first.relative_error:.2e} "
-            f"beyond {report.tolerance:g} ({count} of {len(report.entries)} modules do)"
+            f"beyond {report.tolerance:g} ({count} of {len(report.entries)} entries do)"
         )
     return "\n".join(lines)

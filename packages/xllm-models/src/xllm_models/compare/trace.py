@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+LOGITS = "logits"  # the entry of what the model gives, behind its modules
+
 Observer = Callable[[str, nn.Module, tuple[Any, ...], Any], None]  # (name, module, arguments, output)
 
 

@@ -117,7 +117,6 @@ class Gemma3ForCausalLM(CausalLM):
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
-        "use_sliding_window": True,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "rope_theta": 1e6,

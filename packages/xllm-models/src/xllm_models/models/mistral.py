@@ -96,7 +96,6 @@ class MistralForCausalLM(CausalLM):
 
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
-        "use_sliding_window": True,
         "sliding_window": 4096,
     }
 

@@ -96,7 +96,6 @@ class Phi3ForCausalLM(CausalLM):
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "original_max_position_embeddings": 4096,
-        "use_sliding_window": True,
         "sliding_window": None,
     }
 

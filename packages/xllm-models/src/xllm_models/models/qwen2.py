@@ -101,7 +101,11 @@ class Qwen2ForCausalLM(CausalLM):
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
-    config_defaults: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096, "max_window_layers": 28}
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = Qwen2Model(config, tp)

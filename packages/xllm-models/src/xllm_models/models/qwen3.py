@@ -112,6 +112,7 @@ class Qwen3ForCausalLM(CausalLM):
 
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 128,
+        "use_sliding_window": False,
         "sliding_window": 4096,
         "max_window_layers": 28,
     }

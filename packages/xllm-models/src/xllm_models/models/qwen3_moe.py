@@ -117,6 +117,7 @@ class Qwen3MoeForCausalLM(CausalLM):
 
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 128,
+        "use_sliding_window": False,
         "sliding_window": 4096,
         "num_experts": 128,
         "num_experts_per_tok": 8,

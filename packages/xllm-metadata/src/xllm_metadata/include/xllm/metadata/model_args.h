@@ -44,6 +44,7 @@ struct ModelArgs {
   PROPERTY(std::optional<std::vector<int64_t>>, mlp_only_layers);
   PROPERTY(std::optional<int32_t>, bos_token_id);
   PROPERTY(std::vector<int32_t>, eos_token_ids);
+  PROPERTY(std::optional<std::string>, own_config);  // JSON object: keys that only this family has
 
   PROPERTY(double, rope_theta) = 10000.0;
   PROPERTY(double, partial_rotary_factor) = 1.0;

@@ -20,9 +20,12 @@ from xllm_models.layers import (
     VocabularyEmbedding,
 )
 
-
-def multiplier(config: ModelConfig, name: str) -> float:
-    return float(config.raw.get(name, 1.0))
+MULTIPLIERS = {  # with what they are where config.json has none
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 
 
 class GraniteAttention(nn.Module):
@@ -44,7 +47,7 @@ class GraniteAttention(nn.Module):
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_dim=config.head_dim,
-            scale=multiplier(config, "attention_multiplier"),
+            scale=config.own["attention_multiplier"],
         )
         self.attn = Attention(spec, layer_id)
 
@@ -69,7 +72,7 @@ class GraniteDecoderLayer(nn.Module):
             reduce=False,
             tp=tp,
         )
-        self.residual_multiplier = multiplier(config, "residual_multiplier")
+        self.residual_multiplier = config.own["residual_multiplier"]
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -89,7 +92,7 @@ class GraniteModel(nn.Module):
             GraniteDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
         )
         self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
-        self.embedding_multiplier = multiplier(config, "embedding_multiplier")
+        self.embedding_multiplier = config.own["embedding_multiplier"]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(input_ids) * self.embedding_multiplier  # [T, hidden]
@@ -105,6 +108,7 @@ class GraniteForCausalLM(CausalLM):
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
+    own_config = MULTIPLIERS
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = GraniteModel(config, tp)
@@ -112,4 +116,4 @@ class GraniteForCausalLM(CausalLM):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
 
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
-        return super().compute_logits(hidden, indices) / multiplier(self.config, "logits_scaling")
+        return super().compute_logits(hidden, indices) / self.config.own["logits_scaling"]
