@@ -1,31 +1,43 @@
-"""`python -m xllm_executor --cmakedir | doctor`: for C++ builds, and for finding what is wrong with an installation."""
+"""`python -m xllm_executor --cmakedir | doctor | check`: for C++ builds, faulty installations, models under graphs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
+from . import check, doctor
 from .paths import get_cmake_dir
 
 
-def main() -> int:
-    """Prints what was asked for; `doctor` exits with 1 when it found a fault."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what was asked for; `doctor` and `check` give 1 when they found a fault, 2 for unusable input."""
     parser = argparse.ArgumentParser(prog="python -m xllm_executor", description=__doc__)
     parser.add_argument("--cmakedir", action="store_true", help="print the folder of the CMake package")
-    parser.add_argument("command", nargs="?", choices=["doctor"], help="check this environment")
-    arguments = parser.parse_args()
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("doctor", help="check this environment")
+    check.add_arguments(commands.add_parser("check", help="check a model under graphs, and over ranks"))
+    arguments = parser.parse_args(argv)
     if arguments.cmakedir == (arguments.command is not None):
-        parser.error("give either --cmakedir or doctor")
+        parser.error("give either --cmakedir or a command, doctor or check")
     if arguments.cmakedir:
         print(get_cmake_dir())
         return 0
-    from .doctor import examine
+    if arguments.command == "doctor":
+        return _doctor()
+    try:
+        return check.run(arguments, lambda line: print(line, flush=True))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
-    checks = examine()
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        print(f"{'ok  ' if check.ok else 'FAIL'} {check.name.ljust(width)}  {check.finding}")
-    return 0 if all(check.ok for check in checks) else 1
+
+def _doctor() -> int:
+    checks = doctor.examine()
+    width = max(len(found.name) for found in checks)
+    for found in checks:
+        print(f"{'ok  ' if found.ok else 'FAIL'} {found.name.ljust(width)}  {found.finding}")
+    return 0 if all(found.ok for found in checks) else 1
 
 
 if __name__ == "__main__":

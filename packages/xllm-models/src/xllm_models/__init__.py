@@ -9,7 +9,7 @@ from __future__ import annotations
 from .causal_lm import CausalLM
 from .config import ModelConfig
 from .layers import TensorParallel
-from .load import load_model
+from .load import load_model, register_port
 from .loading import DictStateDict, StateDict, WeightError, WeightMap
 from .registry import get_model_class, register_model, supported_models
 from .rope_config import RopeConfig
@@ -26,5 +26,6 @@ __all__ = [
     "get_model_class",
     "load_model",
     "register_model",
+    "register_port",
     "supported_models",
 ]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from .causal_lm import CausalLM
-from .config import parse_dtype, read_config
+from .config import ModelConfig, parse_dtype, read_config
 from .config_keys import ConfigKeys
 from .layers import TensorParallel
 from .loading import open_checkpoint
-from .registry import get_model_class
+from .registry import get_model_class, register_model
 
 
 def load_model(
@@ -62,6 +63,24 @@ def load_model(
     )
     model.load_weights(checkpoint, tp_rank, tp_size, progress=progress)
     return model
+
+
+def register_port(target: str, path: str | Path) -> None:
+    """Let the class `target`, MODULE:CLASS, serve the architecture of the checkpoint at `path` in this process.
+
+    What is no such class, and an architecture that is served already, are ValueErrors.
+    """
+    module, _, name = target.partition(":")
+    if not name:
+        raise ValueError(f"--model must be MODULE:CLASS, got {target!r}")
+    try:
+        imported = import_module(module)
+    except ImportError as error:
+        raise ValueError(f"--model {target}: importing {module} failed: {error}") from error
+    model_class = getattr(imported, name, None)
+    if model_class is None:
+        raise ValueError(f"module {module} has no {name}")
+    register_model(ModelConfig.from_dict(read_config(Path(path))).architecture, model_class)
 
 
 def _present_device(device: torch.device | str) -> torch.device:

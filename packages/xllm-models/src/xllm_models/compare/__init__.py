@@ -8,10 +8,12 @@ from __future__ import annotations
 from .dump import read_dump, write_dump
 from .hf import trace_hf
 from .ours import trace_ours
-from .report import EntryError, Position, Report, compare_traces
-from .trace import Trace
+from .report import TOLERANCES, EntryError, Position, Report, compare_traces
+from .trace import LOGITS, Trace
 
 __all__ = [
+    "LOGITS",
+    "TOLERANCES",
     "EntryError",
     "Position",
     "Report",

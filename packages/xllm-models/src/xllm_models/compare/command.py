@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from ..config import ModelConfig, parse_dtype, read_config
-from ..load import load_model
-from ..registry import register_model
+from ..load import load_model, register_port
 from .blind_spots import blind_spots
 from .dump import read_dump, write_dump
 from .hf import trace_hf
@@ -42,7 +40,7 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
     dtype = parse_dtype(arguments.dtype)
     directory: Path = arguments.model_dir
     if arguments.model is not None:
-        _register(arguments.model, directory)
+        register_port(arguments.model, directory)
     against: str = arguments.against
     reference = None if against == "hf" else read_dump(Path(against))
     if reference is not None and (arguments.prompt is not None or arguments.prompt_ids is not None):
@@ -63,21 +61,6 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
     if arguments.plot is not None:
         write_plot(report, arguments.plot)
     return 0 if report.passed else 1
-
-
-def _register(target: str, directory: Path) -> None:
-    """Let the class `target`, MODULE:CLASS, serve the checkpoint's architecture."""
-    module, _, name = target.partition(":")
-    if not name:
-        raise ValueError(f"--model must be MODULE:CLASS, got {target!r}")
-    try:
-        imported = import_module(module)
-    except ImportError as error:
-        raise ValueError(f"--model {target}: importing {module} failed: {error}") from error
-    model_class = getattr(imported, name, None)
-    if model_class is None:
-        raise ValueError(f"module {module} has no {name}")
-    register_model(ModelConfig.from_dict(read_config(directory)).architecture, model_class)
 
 
 def _dump(directory: Path, ours: Trace, reference: Trace) -> None:

@@ -1,0 +1,42 @@
+"""Ports of a family that is not registered: a sound one, and one for each fault that `check` has to find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xllm_models import ModelConfig, TensorParallel
+from xllm_models.models.llama import LlamaForCausalLM
+
+
+class Sound(LlamaForCausalLM):
+    """Llama under another name."""
+
+
+class ReadsPositions(Sound):
+    """Decides by a value of the device, which no graph can hold."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(input_ids, positions)
+        return hidden * 2 if positions.max() > 5 else hidden
+
+
+class KeepsATensor(Sound):
+    """Counts its calls in Python, which a replay does not see."""
+
+    num_calls = 0
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return super().forward(input_ids, positions) * self.num_calls
+
+
+class SumsTwice(Sound):
+    """Adds over the ranks in the projection and again in the norm behind it."""
+
+    def build(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().build(config, tp)
+        layers: Any = self.model.layers
+        for layer in layers:
+            layer.self_attn.o_proj.reduce = tp.size > 1

@@ -1,0 +1,87 @@
+"""`python -m xllm_executor check`: a sound port passes, each fault of `ports` is found, bad input is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from xllm_executor.__main__ import main
+from xllm_models import get_model_class, registry
+
+CONFIG = {
+    "architectures": ["PortForCausalLM"], "model_type": "port", "dtype": "float32", "vocab_size": 31, "hidden_size": 16,
+    "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    registry._registered.clear()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("port")
+    torch.manual_seed(0)
+    weights = {}
+    for name, parameter in get_model_class("llama")(CONFIG).named_parameters():
+        value = torch.randn(parameter.shape) * 0.3
+        parts = {"qkv_proj": {"q_proj": 16, "k_proj": 8, "v_proj": 8}, "gate_up_proj": {"gate_proj": 24, "up_proj": 24}}
+        fused = next((fused for fused in parts if fused in name), None)
+        if fused is None:
+            weights[name] = value
+        else:
+            rows = value.split(list(parts[fused].values()))
+            weights |= {name.replace(fused, part): row.clone() for part, row in zip(parts[fused], rows, strict=True)}
+    weights.pop("lm_head.weight", None)
+    save_file(weights, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+def test_a_sound_port_passes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(checkpoint), "--model", "ports:Sound", "--tp", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["ok    2 ranks give the logits of one", "PASS"]
+    for backend in ("recorded", "piecewise"):
+        for what in ("every_live_size", "mixed_workload"):
+            assert f"ok    {backend}: {what}" in lines
+    assert all(line.startswith("ok    ") for line in lines[:-1])
+
+
+@pytest.mark.parametrize(
+    ("port", "more", "finding"),
+    [
+        ("ReadsPositions", [], "FAIL  recorded: captures: "),
+        ("KeepsATensor", [], "FAIL  recorded: every_live_size: "),
+        ("SumsTwice", ["--tp", "2"], "FAIL  2 ranks give the logits of one: relative error "),
+    ],
+)
+def test_a_fault_is_found(
+    port: str, more: list[str], finding: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(checkpoint), "--model", f"ports:{port}", *more]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(finding) for line in lines), lines
+    assert lines[-1].startswith("FAIL: ")
+
+
+def test_bad_input_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        ([str(checkpoint)], "unsupported architecture 'PortForCausalLM'"),
+        ([str(checkpoint), "--model", "ports:Nothing"], "module ports has no Nothing"),
+        ([str(checkpoint), "--model", "ports:Sound", "--tp", "0"], "--tp is 0; it must be at least 1"),
+        (["nowhere"], "model directory nowhere does not exist"),
+    ):
+        assert main(["check", *arguments]) == 2
+        assert message in capsys.readouterr().err
