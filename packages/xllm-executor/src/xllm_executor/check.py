@@ -154,7 +154,7 @@ def _over_ranks(model: CausalLM, options: Options) -> str | None:
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "logits.pt"
-        multiprocessing.spawn(_rank, args=(options, store.port, out), nprocs=options.tp)  # type: ignore[no-untyped-call]
+        multiprocessing.spawn(_rank, args=(options, store.port, out), nprocs=options.tp)  # type: ignore[attr-defined, no-untyped-call]
         ours = torch.load(out)
     error = float((ours - want).abs().max() / want.abs().max())
     tolerance = TOLERANCES[model.dtype]

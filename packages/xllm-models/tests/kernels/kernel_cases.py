@@ -102,12 +102,13 @@ def table(num_features: int) -> torch.Tensor:
 @pytest.mark.parametrize(("tokens", "num_heads", "num_kv_heads"), [(0, 4, 2), (1, 4, 4), (5, 6, 1), (3, 40, 3)])
 def test_rotary(dtype: torch.dtype, num_features: int, tokens: int, num_heads: int, num_kv_heads: int) -> None:
     q, k, positions = heads(tokens, num_heads, num_kv_heads, 24, dtype)
-    agree("rotary", q, k, positions, table(num_features))
     agree("rotary", q, k, positions.int(), table(num_features))
     weights = random(24, dtype=dtype), random(24, dtype=dtype) + 1
-    for unit_offset in (False, True):
-        arguments = (q, k, *weights, positions, table(num_features), 1e-6, unit_offset)
-        agree("qk_norm_rope", *arguments, factor=2.0)
+    for interleaved in (False, True):
+        agree("rotary", q, k, positions, table(num_features), interleaved)
+        for unit_offset in (False, True):
+            arguments = (q, k, *weights, positions, table(num_features), 1e-6, unit_offset, interleaved)
+            agree("qk_norm_rope", *arguments, factor=2.0)
 
 
 def test_rotary_in_qwen3_and_gemma3_shapes(dtype: torch.dtype) -> None:

@@ -31,6 +31,7 @@ def calls(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, 
         "silu_and_mul": lambda: ops.silu_and_mul(x),
         "gelu_and_mul": lambda: ops.gelu_and_mul(x, "tanh"),
         "rotary": lambda: ops.rotary(heads[:, :4], heads[:, 4:6], positions, table),
+        "rotary interleaved": lambda: ops.rotary(heads[:, :4], heads[:, 4:6], positions, table, interleaved=True),
         "qk_norm_rope": lambda: ops.qk_norm_rope(
             heads[:, :4], heads[:, 4:6], weight[:16], weight[16:32], positions, table, 1e-6
         ),

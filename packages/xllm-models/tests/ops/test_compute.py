@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from transformers.models.qwen3_moe import Qwen3MoeConfig
@@ -104,14 +105,15 @@ def test_gated_activations_refuse_bad_input() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("unit_offset", [False, True])
-def test_qk_norm_rope_is_the_norms_then_the_rotation(unit_offset: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_qk_norm_rope_is_the_norms_then_the_rotation(interleaved: bool, unit_offset: bool, dtype: torch.dtype) -> None:
     qkv = random(5, 8, 16, dtype=dtype)
     weights = random(16, dtype=dtype), random(16, dtype=dtype) + 1
     positions, angles = torch.tensor([3, 0, 8, 8, 2]), random(10, 8)
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     normed = (ops.rms_norm(x, w, 1e-5, unit_offset) for x, w in zip((qkv[:, :4], qkv[:, 4:6]), weights, strict=True))
-    want = ops.rotary(*normed, positions, table)
-    got = ops.qk_norm_rope(qkv[:, :4], qkv[:, 4:6], *weights, positions, table, 1e-5, unit_offset)
+    want = ops.rotary(*normed, positions, table, interleaved)
+    got = ops.qk_norm_rope(qkv[:, :4], qkv[:, 4:6], *weights, positions, table, 1e-5, unit_offset, interleaved)
     for ours, theirs in zip(got, want, strict=True):
         assert ours.is_contiguous()
         assert torch.equal(ours, theirs)
@@ -197,6 +199,20 @@ def test_rotary_has_the_bits_of_hf(num_features: int, rows: int, dtype: torch.dt
         assert torch.equal(ours, theirs[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_features", [16, 12, 4])
+def test_interleaved_rotary_has_the_bits_of_hf_s_glm(num_features: int, dtype: torch.dtype) -> None:
+    qkv = random(5, 8, 16, dtype=dtype)
+    q, k, positions, angles = qkv[:, :4], qkv[:, 4:6], torch.tensor([3, 0, 8, 8, 2]), random(10, num_features // 2)
+    got = ops.rotary(q, k, positions, torch.cat((angles.cos(), angles.sin()), dim=1), interleaved=True)
+    full = torch.cat((angles, angles), dim=1)[positions].unsqueeze(0)
+    cos, sin = full.cos().to(dtype), full.sin().to(dtype)
+    want = apply_interleaved(q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), cos, sin)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.is_contiguous()
+        assert torch.equal(ours, theirs[0].transpose(0, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 5])
 def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None:
@@ -224,6 +240,7 @@ def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None
             ("fused_add_rms_norm", (columns, residual, weight, 1e-6)),
             ("silu_and_mul", (columns,)),
             ("rotary", (qkv[:, :4], qkv[:, 4:6], positions, random(9, 8))),
+            ("rotary", (qkv[:, :4], qkv[:, 4:6], positions, random(9, 8), True)),
             ("qk_norm_rope", (qkv[:, :4], qkv[:, 4:6], weight[:16], weight[16:], positions, random(9, 8), 1e-6)),
         ]
     for name, arguments in cases:

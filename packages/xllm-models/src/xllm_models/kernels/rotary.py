@@ -44,14 +44,17 @@ def _rotary_kernel(
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     half: tl.constexpr,
+    spread: tl.constexpr,
+    apart: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Heads of queries or of keys, by the program. In decode nothing counts but how often it waits for the memory.
+    """Heads of queries or of keys, by the program. Pair i is the features i * spread and i * spread + apart.
 
+    In decode nothing counts but how often it waits for the memory.
     So it asks for all it needs before it uses any of it, but for the position, which says where cosine and sine lie;
     and all is loaded in the shape of the heads, as what is laid out for fewer would meet them in shared memory.
     """
@@ -65,15 +68,16 @@ def _rotary_kernel(
     weight = tl.where(of_q, q_weight, k_weight)
     count = tl.where(of_q, num_heads, num_kv_heads)
     heads = (tl.where(of_q, block, block - q_blocks) * HEADS + tl.arange(0, HEADS))[:, None]
-    low = tl.arange(0, HALF)[None, :] + tl.zeros_like(heads)
-    mask = (heads < count) & (low < half)
+    pair = tl.arange(0, HALF)[None, :] + tl.zeros_like(heads)
+    low = pair * spread
+    mask = (heads < count) & (pair < half)
     kind: tl.constexpr = q_out.dtype.element_ty
     start = source + (token * tl.where(of_q, q_stride, k_stride) + heads * tl.where(of_q, q_head_stride, k_head_stride))
     first = tl.load(start + low, mask=mask, other=0.0)
-    second = tl.load(start + (half + low), mask=mask, other=0.0)
+    second = tl.load(start + (low + apart), mask=mask, other=0.0)
     if NORM != "no":
         first_factor = tl.load(weight + low, mask=mask, other=0.0)
-        second_factor = tl.load(weight + (half + low), mask=mask, other=0.0)
+        second_factor = tl.load(weight + (low + apart), mask=mask, other=0.0)
     if REST > 0:
         beyond = 2 * half + tl.arange(0, REST)[None, :] + tl.zeros_like(heads)
         rest_mask = (heads < count) & (beyond < head_dim)
@@ -81,7 +85,7 @@ def _rotary_kernel(
         if NORM != "no":
             rest_factor = tl.load(weight + beyond, mask=rest_mask, other=0.0)
     position = tl.load(positions + token).to(tl.int64)
-    table = cos_sin + position * (2 * half) + low
+    table = cos_sin + position * (2 * half) + pair
     cos = tl.load(table, mask=mask, other=0.0)
     sin = tl.load(table + half, mask=mask, other=0.0)
 
@@ -103,7 +107,7 @@ def _rotary_kernel(
     rotated_second = (second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)
     to = target + (token * count + heads) * head_dim
     tl.store(to + low, rotated_first.to(kind), mask=mask)
-    tl.store(to + (half + low), rotated_second.to(kind), mask=mask)
+    tl.store(to + (low + apart), rotated_second.to(kind), mask=mask)
     if REST > 0:
         tl.store(to + beyond, rest.to(kind), mask=rest_mask)
 
@@ -112,10 +116,10 @@ _launch = Launcher(_rotary_kernel, overlaps=True)
 
 
 def rotary(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.rotary`."""
-    return _run(q, k, q, k, positions, cos_sin, 0.0, "no")
+    return _run(q, k, q, k, positions, cos_sin, 0.0, "no", interleaved)
 
 
 def qk_norm_rope(
@@ -127,9 +131,11 @@ def qk_norm_rope(
     cos_sin: torch.Tensor,
     eps: float,
     unit_offset: bool = False,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.qk_norm_rope`."""
-    return _run(q, k, q_weight, k_weight, positions, cos_sin, eps, "unit_offset" if unit_offset else "weight")
+    norm = "unit_offset" if unit_offset else "weight"
+    return _run(q, k, q_weight, k_weight, positions, cos_sin, eps, norm, interleaved)
 
 
 def _run(
@@ -141,6 +147,7 @@ def _run(
     cos_sin: torch.Tensor,
     eps: float,
     norm: str,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q_out = q.new_empty(q.shape)
     k_out = k.new_empty(k.shape)
@@ -153,6 +160,7 @@ def _run(
     heads = power_of_two(min(max(512 // head_dim, 1), num_heads))
     constants = (
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), num_heads, num_kv_heads, head_dim, half,
+        *((2, 1) if interleaved else (1, half)),
         heads, power_of_two(half), power_of_two(head_dim - 2 * half) if head_dim > 2 * half else 0, norm,
     )  # fmt: skip
     grid = (num_tokens, -(-num_heads // heads) + -(-num_kv_heads // heads), 1)

@@ -19,13 +19,14 @@ class RotaryEmbedding(nn.Module):
     """q [T, H, D], k [T, K, D] at positions [T] -> both rotated, after the norms of their heads where there are any.
 
     The table `cos_sin` [P, R] stays fp32 whatever the model's dtype. It is made on the CPU, so that every device
-    reads the same values.
+    reads the same values. `interleaved`: the layout of `ops.rotary`.
     """
 
     cos_sin: torch.Tensor  # [P, R] fp32: R / 2 cosines, then R / 2 sines
 
-    def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int, *, interleaved: bool = False) -> None:
         super().__init__()
+        self.interleaved = interleaved
         self.register_buffer("cos_sin", rotary_table(rope, head_dim, num_positions), persistent=False)
 
     def forward(
@@ -36,9 +37,19 @@ class RotaryEmbedding(nn.Module):
         norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if norms is None:
-            return rotary(q, k, positions, self.cos_sin)
+            return rotary(q, k, positions, self.cos_sin, self.interleaved)
         q_norm, k_norm = norms
-        return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, positions, self.cos_sin, q_norm.eps, q_norm.unit_offset)
+        return qk_norm_rope(
+            q,
+            k,
+            q_norm.weight,
+            k_norm.weight,
+            positions,
+            self.cos_sin,
+            q_norm.eps,
+            q_norm.unit_offset,
+            self.interleaved,
+        )
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:

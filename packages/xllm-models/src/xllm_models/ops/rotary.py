@@ -14,26 +14,29 @@ from .library import define_op
 from .norm import normalize
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
+    firsts, seconds = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    )
+    first, second = x[..., firsts], x[..., seconds]
     out = x.new_empty(x.shape)
-    torch.sub(first * cos, second * sin, out=out[..., :half])
-    torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
+    torch.sub(first * cos, second * sin, out=out[..., firsts])
+    torch.add(second * cos, first * sin, out=out[..., seconds])
     out[..., 2 * half :] = x[..., 2 * half :]
     return out
 
 
 def _rotary_torch(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Rounded to the model's dtype before the products, as in HF transformers.
     cos, sin = cos_sin.index_select(0, positions).to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
 def _rotary_fake(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
@@ -47,9 +50,10 @@ def _qk_norm_rope_torch(
     cos_sin: torch.Tensor,
     eps: float,
     unit_offset: bool = False,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k = normalize(q, q_weight, eps, unit_offset), normalize(k, k_weight, eps, unit_offset)
-    return _rotary_torch(q, k, positions, cos_sin)
+    return _rotary_torch(q, k, positions, cos_sin, interleaved)
 
 
 def _qk_norm_rope_fake(
@@ -61,19 +65,20 @@ def _qk_norm_rope_fake(
     cos_sin: torch.Tensor,
     eps: float,
     unit_offset: bool = False,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 _rotary = define_op(
-    "rotary(Tensor q, Tensor k, Tensor positions, Tensor cos_sin) -> (Tensor, Tensor)",
+    "rotary(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool interleaved=False) -> (Tensor, Tensor)",
     _rotary_torch,
     _rotary_fake,
     triton="rotary:rotary",
 )
 _qk_norm_rope = define_op(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor positions, Tensor cos_sin, float eps, "
-    "bool unit_offset=False) -> (Tensor, Tensor)",
+    "bool unit_offset=False, bool interleaved=False) -> (Tensor, Tensor)",
     _qk_norm_rope_torch,
     _qk_norm_rope_fake,
     triton="rotary:qk_norm_rope",
@@ -81,14 +86,15 @@ _qk_norm_rope = define_op(
 
 
 def rotary(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate pairs (i, i + R/2) of the first R features of each head (arXiv:2104.09864, half-split layout).
+    """Rotate pairs (i, i + R/2) of the first R features of each head, or `interleaved` ones (2 i, 2 i + 1).
 
+    The half-split layout is that of Llama, the interleaved one that of arXiv:2104.09864, Cohere and GLM.
     q [T, H, D], k [T, K, D], any strides; positions [T] int32 or int64, each below P; cos_sin [P, R] fp32, R/2
     cosines then R/2 sines, R even and at most D. Features beyond R pass through. The results are new and contiguous.
     """
-    return cast(tuple[torch.Tensor, torch.Tensor], _rotary(q, k, positions, cos_sin))
+    return cast(tuple[torch.Tensor, torch.Tensor], _rotary(q, k, positions, cos_sin, interleaved))
 
 
 def qk_norm_rope(
@@ -100,10 +106,11 @@ def qk_norm_rope(
     cos_sin: torch.Tensor,
     eps: float,
     unit_offset: bool = False,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of each head with its weight [D], then `rotary`: one pass over views of a fused projection.
 
-    The arguments and results of both; `unit_offset` as in `rms_norm`.
+    The arguments and results of both; `unit_offset` as in `rms_norm`, `interleaved` as in `rotary`.
     """
-    out = _qk_norm_rope(q, k, q_weight, k_weight, positions, cos_sin, eps, unit_offset)
+    out = _qk_norm_rope(q, k, q_weight, k_weight, positions, cos_sin, eps, unit_offset, interleaved)
     return cast(tuple[torch.Tensor, torch.Tensor], out)
