@@ -120,6 +120,17 @@ def test_model_args_of_every_family(ask: Ask, model_type: str) -> None:
     assert {key: crossed[key] for key in args} == args
 
 
+def test_a_familys_own_keys_cross(ask: Ask) -> None:
+    base = {
+        "model_type": "granite", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    own = {"logits_scaling": 8.0, "kind": "text"}
+    crossed = ask("model_args", ModelConfig.from_dict(base | {"logits_scaling": 4.0}, own=own).to_model_args())
+    assert ModelConfig.from_dict(crossed, own=own).own == {"logits_scaling": 4.0, "kind": "text"}
+    assert ask("model_args", ModelConfig.from_dict(base).to_model_args())["own_config"] is None
+
+
 def test_every_family_is_in_the_table() -> None:
     assert {name for name in supported_models() if not name.endswith("ForCausalLM")} <= set(FAMILIES)
 

@@ -7,11 +7,23 @@ from typing import Any
 import torch
 
 from xllm_models import ModelConfig, TensorParallel
+from xllm_models.layers import ResidualLayerNorm
 from xllm_models.models.llama import LlamaForCausalLM
 
 
 class Sound(LlamaForCausalLM):
     """Llama under another name."""
+
+
+class LayerNormed(Sound):
+    """With norms of another kind, which sum over the ranks too."""
+
+    def build(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().build(config, tp)
+        layers: Any = self.model.layers
+        for layer in layers:
+            layer.input_layernorm = ResidualLayerNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
+            layer.post_attention_layernorm = ResidualLayerNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
 
 
 class ReadsPositions(Sound):

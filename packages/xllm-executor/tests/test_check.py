@@ -49,8 +49,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_sound_port_passes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(checkpoint), "--model", "ports:Sound", "--tp", "2"]) == 0
+@pytest.mark.parametrize("port", ["Sound", "LayerNormed"])
+def test_a_sound_port_passes(port: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(checkpoint), "--model", f"ports:{port}", "--tp", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == ["ok    2 ranks give the logits of one", "PASS"]
     for backend in ("recorded", "piecewise"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .linear import ColumnLinear, GateUpLinear, MergedLinear, QKVLinear, RowLinear
 from .mlp import GatedMLP
 from .moe import SparseMoE
-from .norm import ResidualRMSNorm, RMSNorm
+from .norm import ResidualLayerNorm, ResidualRMSNorm, RMSNorm
 from .parallel import Part, PartitionedModule, Segment, TensorParallel
 from .rotary import RotaryEmbedding
 from .vocabulary import LMHead, VocabularyEmbedding
@@ -20,6 +20,7 @@ __all__ = [
     "PartitionedModule",
     "QKVLinear",
     "RMSNorm",
+    "ResidualLayerNorm",
     "ResidualRMSNorm",
     "RotaryEmbedding",
     "RowLinear",

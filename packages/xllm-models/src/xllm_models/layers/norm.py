@@ -1,11 +1,12 @@
-"""Root mean square norms as layers, replicated on every rank."""
+"""Norms as layers, replicated on every rank."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from ..ops import all_reduce_add_rms_norm_, fused_add_rms_norm, rms_norm
+from ..ops import all_reduce_, all_reduce_add_rms_norm_, fused_add_rms_norm, rms_norm
 from .parallel import TensorParallel
 
 
@@ -45,3 +46,22 @@ class ResidualRMSNorm(nn.Module):
         if self.group is None:
             return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset, ahead)
         return all_reduce_add_rms_norm_(x, residual, self.weight, self.eps, self.unit_offset, self.group, ahead)
+
+
+class ResidualLayerNorm(nn.Module):
+    """As `ResidualRMSNorm`, with a layer norm (arXiv:1607.06450); it is made of torch's ops."""
+
+    def __init__(self, size: int, eps: float, *, bias: bool = False, tp: TensorParallel | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group = tp.group if tp is not None and tp.size > 1 else None
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`ahead` is for a norm of the other kind to stand here; nothing is done with it."""
+        if residual is not None:
+            x = (x if self.group is None else all_reduce_(x, self.group)) + residual
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps), x
