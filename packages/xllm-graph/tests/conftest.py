@@ -94,17 +94,19 @@ class Setup:
 MakeSetup = Callable[..., Setup]
 
 
-def make_backend(device: str, specs: Sequence[AttentionSpec]) -> tuple[AttentionBackend, list[LayerCache]]:
+def make_backend(
+    device: str, specs: Sequence[AttentionSpec], limits: Limits = LIMITS
+) -> tuple[AttentionBackend, list[LayerCache]]:
     backend = create_backend(
         "torch",
         specs,
         device=device,
         dtype=torch.float32,
-        max_num_seqs=sequence_buckets(LIMITS.max_num_seqs)[-1],
-        max_num_tokens=token_buckets(LIMITS.max_num_tokens)[-1],
-        max_model_len=LIMITS.max_model_len,
+        max_num_seqs=sequence_buckets(limits.max_num_seqs)[-1],
+        max_num_tokens=token_buckets(limits.max_num_tokens)[-1],
+        max_model_len=limits.max_model_len,
     )
-    shapes = [(LIMITS.num_blocks, LIMITS.page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
+    shapes = [(limits.num_blocks, limits.page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
     caches = [LayerCache(k=torch.zeros(s, device=device), v=torch.zeros(s, device=device)) for s in shapes]
     backend.bind_kv_caches(caches)
     return backend, caches
@@ -127,31 +129,36 @@ def make_setup(place: tuple[str, str]) -> MakeSetup:
     """Makes a setup; `warm=False` leaves the capture to the test, `model` replaces the toy model."""
 
     def make(
-        *, warm: bool = True, model: ToyModel | None = None, cut_ops: Sequence[str] = (), logits_in_graph: bool = True
+        *,
+        warm: bool = True,
+        model: ToyModel | None = None,
+        cut_ops: Sequence[str] = (),
+        logits_in_graph: bool = True,
+        limits: Limits = LIMITS,
     ) -> Setup:
         runtime_name, device = place
         torch.manual_seed(0)
         model = (model or ToyModel()).to(device)
         specs = [layer.spec for layer in model.attn]
-        backend, caches = make_backend(device, specs)
-        truth_backend, truth_caches = make_backend(device, specs)
+        backend, caches = make_backend(device, specs, limits)
+        truth_backend, truth_caches = make_backend(device, specs, limits)
         runtime = create_runtime(runtime_name, device)
         common = (model, model.compute_logits, backend, runtime)
         decode = DecodeGraphRunner(
             *common,
-            buckets=sequence_buckets(LIMITS.max_num_seqs),
-            page_size=LIMITS.page_size,
+            buckets=sequence_buckets(limits.max_num_seqs),
+            page_size=limits.page_size,
             logits_in_graph=logits_in_graph,
         )
         piecewise = PiecewiseGraphRunner(
-            *common, buckets=token_buckets(LIMITS.max_num_tokens), page_size=LIMITS.page_size, cut_ops=cut_ops
+            *common, buckets=token_buckets(limits.max_num_tokens), page_size=limits.page_size, cut_ops=cut_ops
         )
         eager = EagerRunner(model, model.compute_logits, backend)
         runners = RunnerSet(eager, [decode, piecewise], runtime=runtime)
         if warm:
             runners.warmup()
         truth = EagerRunner(model, model.compute_logits, truth_backend)
-        world = World(runners.execute, runners, caches, truth.execute, truth_caches, limits=LIMITS, device=device)
+        world = World(runners.execute, runners, caches, truth.execute, truth_caches, limits=limits, device=device)
         return Setup(
             model=model, backend=backend, runtime=runtime, runners=runners, decode=decode, piecewise=piecewise,
             world=world,

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from xllm_graph import CaptureError, CaptureReport
-from xllm_graph.conformance import SCENARIOS, ConformanceError
+from xllm_graph.conformance import SCENARIOS, ConformanceError, Limits
 
 MakeSetup = Callable[..., Any]
+# Fewer tokens than the largest bucket has, in as many sequences as there may be.
+SHORT = Limits(max_num_seqs=1, max_num_tokens=5, max_model_len=5, page_size=4, num_blocks=8, vocab_size=50)
 
 
-def test_every_shape_runs_before_it_is_captured(make_setup: MakeSetup) -> None:
+@pytest.mark.parametrize("options", [{}, {"limits": SHORT}], ids=["long", "short"])
+def test_every_shape_runs_before_it_is_captured(make_setup: MakeSetup, options: dict[str, Limits]) -> None:
     """A kernel that compiles or tunes itself must do so outside of the capture."""
-    setup = make_setup(warm=False)
+    setup = make_setup(warm=False, **options)
     forward = type(setup.model).forward
     capturing = [False]
     seen: dict[str, list[tuple[bool, int]]] = {"forward": [], "head": []}
@@ -50,6 +53,25 @@ def test_attention_of_every_kind_runs_in_warmup(make_setup: MakeSetup, monkeypat
     monkeypatch.setattr(type(setup.backend), "_plan_step", watched)
     setup.runners.warmup()
     assert phases == {("prefill", False), ("chunked", False), ("decode", False), ("decode", True)}
+
+
+def test_decode_of_all_sequences_runs_before_each_piecewise_capture(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels may have a variant for each number of sequences, and the largest buckets hold more tokens than those."""
+    setup = make_setup(warm=False)
+    planned: list[int] = []
+    plan_step = type(setup.backend)._plan_step
+
+    def watched(self: Any, step: Any) -> None:
+        if step.num_tokens and step.phase.value == "decode":
+            planned.append(step.num_seqs)
+        plan_step(self, step)
+
+    monkeypatch.setattr(type(setup.backend), "_plan_step", watched)
+    setup.piecewise.warmup()
+    expected = [min(size, setup.backend.max_num_seqs) for size in reversed(setup.piecewise.buckets)]
+    assert planned[: len(expected)] == expected
 
 
 def test_warmup_writes_nothing_and_reports_everything(make_setup: MakeSetup) -> None:

@@ -174,17 +174,22 @@ class PiecewiseGraphRunner:
         return _Chain(calls=tuple(cutter.calls), num_graphs=cutter.num_graphs, hidden=self._runtime.borrow(hidden))
 
     def _reading_steps(self, bucket: int) -> list[AttentionMetadata]:
-        """The kinds of step that attention's kernels must be ready for at this size."""
+        """The kinds of step that attention's kernels must be ready for at this size, as large as a step can be."""
         backend = self._backend
+        num_tokens = min(bucket, backend.max_num_seqs * backend.max_model_len)
+        num_decodes = min(bucket, backend.max_num_seqs)
         return [
             reading_step(
-                bucket,
+                count,
                 num_seqs,
                 max_model_len=backend.max_model_len,
                 page_size=self._page_size,
                 chunked=chunked,
                 device=backend.device,
             )
-            for num_seqs, chunked in ((1, False), (1, True), (bucket, False))
-            if max(num_seqs, -(-bucket // backend.max_model_len)) <= backend.max_num_seqs
+            for count, num_seqs, chunked in (
+                (num_tokens, 1, False),
+                (num_tokens, 1, True),
+                (num_decodes, num_decodes, False),
+            )
         ]
