@@ -107,7 +107,8 @@ def make_backend(
         max_model_len=limits.max_model_len,
     )
     shapes = [(limits.num_blocks, limits.page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
-    caches = [LayerCache(k=torch.zeros(s, device=device), v=torch.zeros(s, device=device)) for s in shapes]
+    with torch.inference_mode(False):  # the host's memory, whatever the mode of a test
+        caches = [LayerCache(k=torch.zeros(s, device=device), v=torch.zeros(s, device=device)) for s in shapes]
     backend.bind_kv_caches(caches)
     return backend, caches
 

@@ -73,6 +73,22 @@ def test_no_compilation_in_another_thread(make_setup: MakeSetup) -> None:
     assert runner.num_compilations == 1
 
 
+def test_a_runner_made_and_warmed_up_in_inference_mode_serves_outside(make_setup: MakeSetup) -> None:
+    setup = make_setup(warm=False)
+    with torch.inference_mode():
+        compiled(setup, "eager")
+    for count in (5, 1):
+        setup.world.step((setup.world.add(), count))
+
+
+def test_steps_in_inference_mode(make_setup: MakeSetup) -> None:
+    setup = make_setup(warm=False)
+    compiled(setup, "eager")
+    with torch.inference_mode():
+        for count in (5, 1):
+            setup.world.step((setup.world.add(), count))
+
+
 def test_a_compilation_after_warmup_is_an_error(make_setup: MakeSetup) -> None:
     setup = make_setup(warm=False)
     compiled(setup, "eager")

@@ -49,6 +49,14 @@ def test_extra_ops_run_between_graphs(make_setup: Callable[..., Any], cut: tuple
     setup.world.step((first, 4), (setup.world.add(), 3))
 
 
+def test_results_of_ops_between_graphs_outlive_inference_mode(make_setup: Callable[..., Any]) -> None:
+    setup = make_setup(warm=False, cut_ops=("xllm_graph_test::shifted",))
+    with_ops(setup.model)
+    with torch.inference_mode():
+        setup.runners.warmup()
+    setup.world.step((setup.world.add(), 5))
+
+
 def test_a_name_that_is_no_op_is_refused(make_setup: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="cut_ops has 'xllm::no_such'; no such op is registered"):
         make_setup(cut_ops=("xllm::no_such",))

@@ -125,6 +125,23 @@ def test_a_step_in_another_thread_than_the_warmup(make_setup: MakeSetup) -> None
     assert not errors
 
 
+def test_runners_made_and_warmed_up_in_inference_mode_serve_outside(make_setup: MakeSetup) -> None:
+    """What lasts is ordinary memory: later steps fill it, and hosts change results in place."""
+    with torch.inference_mode():
+        setup = make_setup()
+    for scenario in (SCENARIOS[0], SCENARIOS[-1]):
+        scenario(setup.world)
+        setup.world.clear()
+    request = setup.world.add()
+    for count in (3, 1):
+        metadata, tokens, positions = setup.world._build([(request, count)])
+        rows = torch.zeros(1, dtype=torch.int32, device=tokens.device)
+        for wanted in (rows, None):
+            with torch.inference_mode():
+                setup.runners.execute(tokens, positions, metadata, wanted)
+            setup.runners.execute(tokens, positions, metadata, wanted).mul_(2)
+
+
 def test_a_failed_capture_leaves_eager_execution_usable(make_setup: MakeSetup) -> None:
     setup = make_setup(warm=False)
     forward = type(setup.model).forward

@@ -91,6 +91,16 @@ def test_host_fields_can_be_filled_later() -> None:
     assert torch.equal(static.kv_seq_lens_host, whole.kv_seq_lens_host)
 
 
+def test_buffers_made_in_inference_mode_are_filled_outside() -> None:
+    step = build_attention_metadata([2, 1], [2, 3], [[0], [1]], page_size=4)
+    with torch.inference_mode():
+        static = make_static()
+        static.fill(step, num_tokens=4, num_seqs=3)
+    static.fill(step, num_tokens=4, num_seqs=3)
+    assert static.kv_cu_seq_lens.tolist() == [0, 2, 5, 5]
+    assert not torch.is_inference(static.buffer("slot_mapping"))
+
+
 def test_equal_sizes_give_equal_addresses() -> None:
     static = make_static()
     pointers = []

@@ -109,7 +109,8 @@ class CompiledRunner:
         if on_capture is not None:
             on_capture(report)
 
-    # Grad mode is part of what was compiled: it must be the same in every thread.
+    # Both modes are part of what was compiled: they must be the same in every thread.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def execute(
         self,
@@ -130,6 +131,7 @@ class CompiledRunner:
         if num_tokens < _MIN_TOKENS:
             self._inputs.fill(tokens, positions, _MIN_TOKENS)
             tokens, positions = self._inputs.views(_MIN_TOKENS)
+        tokens, positions = (ids.clone() if ids.is_inference() else ids for ids in (tokens, positions))
         with forward_context(self._backend):
             hidden = self._forward(tokens, positions)
         if logits_indices is None:
@@ -140,6 +142,7 @@ class CompiledRunner:
         """Drops the compiled forward."""
         self._warm = False
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _run_idle(self, num_tokens: int, *, chunked: bool) -> None:
         backend = self._backend

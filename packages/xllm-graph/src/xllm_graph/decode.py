@@ -114,6 +114,9 @@ class DecodeGraphRunner:
             return EagerReason.OVER_GRAPH_BUCKETS
         return None if self._captured else EagerReason.NOT_WARMED_UP
 
+    # What is captured outlives the caller's modes.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def warmup(self, on_capture: OnCapture | None = None) -> None:
         """Captures every bucket, the largest first. Writes nothing to the cache.
 

@@ -18,8 +18,10 @@ class TokenInputs:
     """
 
     def __init__(self, max_num_tokens: int, device: torch.device) -> None:
-        self._buffer = torch.zeros((3, max_num_tokens), dtype=torch.int32, device=device)
-        self._zeros = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        # Ordinary tensors even when made in inference mode: later steps may not be.
+        with torch.inference_mode(False):
+            self._buffer = torch.zeros((3, max_num_tokens), dtype=torch.int32, device=device)
+            self._zeros = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self.tokens, self.positions, self.rows = self._buffer.unbind()  # [max_num_tokens] int32 each
         self.no_rows = self._zeros[:0]
         self._kept: dict[tuple[int, int], tuple[_Parts, torch.Tensor]] = {}

@@ -96,6 +96,9 @@ class PiecewiseGraphRunner:
             return EagerReason.OVER_TOKEN_BUDGET
         return None if self._chains else EagerReason.NOT_WARMED_UP
 
+    # What is captured outlives the caller's modes.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def warmup(self, on_capture: OnCapture | None = None) -> None:
         """Captures every bucket, the largest first. Writes nothing to the cache.
 

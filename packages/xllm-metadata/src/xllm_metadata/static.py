@@ -96,8 +96,10 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         # One call each reads a step: its fields are read once, whatever they cost.
         self._read = attrgetter(*(field.name for field in self._held))
         self._read_scalars = attrgetter(*self._scalars)
-        for place in (Where.DEVICE, Where.HOST):
-            self._allocate([field for field in self._held if field.where is place])
+        # Ordinary tensors even when made in inference mode: later fills may not be.
+        with torch.inference_mode(False):
+            for place in (Where.DEVICE, Where.HOST):
+                self._allocate([field for field in self._held if field.where is place])
         # What tails of constant padding are copied from, so that one launch does them and the live parts.
         rows = max(max_num_tokens, max_num_seqs + 1)
         self._constants = {
