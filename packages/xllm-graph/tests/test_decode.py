@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,18 @@ def test_tokens_of_another_step_than_the_metadata_are_refused(make_setup: MakeSe
     *_, metadata = decode_step(setup, num_seqs)
     with pytest.raises(ValueError, match=f"3 tokens; the metadata has slots for {num_seqs}"):
         setup.decode.execute(tokens, positions, metadata, None)
+
+
+def test_other_numbers_of_tokens_and_sequences_are_refused(make_setup: MakeSetup) -> None:
+    """In the words of eager execution. A bucket of four would take the third token for padding."""
+    setup = make_setup()
+    tokens, positions, three = decode_step(setup, 3)
+    *_, two = decode_step(setup, 2)
+    metadata = replace(two, slot_mapping=three.slot_mapping)
+    message = "a decode step has one token a sequence: 3 tokens, 2 sequences"
+    for runner in (setup.decode, setup.runners.eager):
+        with pytest.raises(ValueError, match=message):
+            runner.execute(tokens, positions, metadata, None)
 
 
 @pytest.mark.parametrize("logits_in_graph", [True, False])
