@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from xllm_graph import CompiledRunner, RunnerSet
-from xllm_graph.conformance import SCENARIOS, ConformanceError, Scenario
+from xllm_attention import Phase
+from xllm_graph import CompiledRunner, EagerReason, RunnerSet
+from xllm_graph.conformance import SCENARIOS, ConformanceError, Limits, Scenario
 
 MakeSetup = Callable[..., Any]
 
@@ -87,6 +90,36 @@ def test_steps_in_inference_mode(make_setup: MakeSetup) -> None:
     with torch.inference_mode():
         for count in (5, 1):
             setup.world.step((setup.world.add(), count))
+
+
+@pytest.mark.parametrize(("max_num_tokens", "max_model_len"), [(1, 4), (4, 1)])
+def test_steps_of_one_token_at_most(make_setup: MakeSetup, max_num_tokens: int, max_model_len: int) -> None:
+    """All of them are padded then, and so must be what was compiled."""
+    limits = Limits(
+        max_num_seqs=1, max_num_tokens=max_num_tokens, max_model_len=max_model_len, page_size=4, num_blocks=8,
+        vocab_size=50,
+    )  # fmt: skip
+    setup = make_setup(warm=False, limits=limits)
+    compiled(setup, "eager")
+    setup.world.step((setup.world.add(), 1))
+    setup.world.step()
+
+
+def test_release_drops_what_was_compiled(make_setup: MakeSetup) -> None:
+    """The compiler keeps its own references as long as the process lives: they must not lead to model and caches."""
+    setup = make_setup(warm=False)
+    model = type(setup.model)().to(setup.backend.device)
+    runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler="eager", page_size=4)
+    runner.warmup()
+    runner.release()
+    assert runner.refusal(Phase.DECODE, 1) is EagerReason.NOT_WARMED_UP
+    runner.warmup()
+    assert runner.num_compilations == 1
+    runner.release()
+    alive = [weakref.ref(runner), weakref.ref(model)]
+    del runner, model
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
 
 
 def test_a_compilation_after_warmup_is_an_error(make_setup: MakeSetup) -> None:

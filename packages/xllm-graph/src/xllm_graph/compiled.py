@@ -67,20 +67,18 @@ class CompiledRunner:
             )
         self._compile = torch._dynamo.lookup_backend(compiler)
         self._passes = tuple(passes)
+        self._forward = forward
         self._compute_logits = compute_logits
         self._backend = backend
         self._page_size = page_size
         self._inputs = TokenInputs(_MIN_TOKENS, backend.device)
-        self._forward = torch.compile(
-            forward, backend=self._compile_graph, fullgraph=True, options={"guard_filter_fn": _keep_guards}
-        )
-        self._warm = False
-        self.num_compilations = 0
+        self._compiled: Forward | None = None  # after warm-up
+        self.num_compilations = 0  # of the last warm-up
         self.reports: tuple[CaptureReport, ...] = ()
 
     def refusal(self, phase: Phase, num_tokens: int) -> EagerReason | None:
         """Why a step cannot run here; None when it can."""
-        return None if self._warm else EagerReason.NOT_WARMED_UP
+        return EagerReason.NOT_WARMED_UP if self._compiled is None else None
 
     def warmup(self, on_capture: OnCapture | None = None) -> None:
         """Compiles, and runs steps of several kinds and sizes, none of which may compile again later.
@@ -88,16 +86,21 @@ class CompiledRunner:
         Raises:
             RuntimeError: called twice.
         """
-        if self._warm:
+        if self._compiled is not None:
             raise RuntimeError("warmup of compiled was called before: the model is compiled once")
         start = time.perf_counter()
         backend = self._backend
+        compiler = _Compiler(self._compile, self._passes)
+        forward = torch.compile(
+            self._forward, backend=compiler.compile, fullgraph=True, options={"guard_filter_fn": _keep_guards}
+        )
         largest = min(backend.max_num_tokens, backend.max_model_len * backend.max_num_seqs)
         # The first size must not be one that the compiler could take for a constant of the model.
         for num_tokens in dict.fromkeys((min(largest, 7), min(largest, _MIN_TOKENS), largest)):
             for chunked in (False, True):
-                self._run_idle(num_tokens, chunked=chunked)
-        self._warm = True
+                self._run_idle(forward, num_tokens, chunked=chunked)
+        compiler.is_done = True
+        self._compiled, self.num_compilations = forward, compiler.num_compilations
         report = CaptureReport(
             runner=self.name,
             size=largest,
@@ -124,7 +127,7 @@ class CompiledRunner:
         Raises:
             RuntimeError: not warmed up, or the step would compile again.
         """
-        if not self._warm:
+        if self._compiled is None:
             raise RuntimeError("execute was called before warmup: nothing is compiled")
         num_tokens = tokens.shape[0]
         self._backend.plan(metadata)
@@ -133,34 +136,45 @@ class CompiledRunner:
             tokens, positions = self._inputs.views(_MIN_TOKENS)
         tokens, positions = (ids.clone() if ids.is_inference() else ids for ids in (tokens, positions))
         with forward_context(self._backend):
-            hidden = self._forward(tokens, positions)
+            hidden = self._compiled(tokens, positions)
         if logits_indices is None:
             return hidden[:num_tokens]
         return self._compute_logits(hidden, logits_indices)
 
     def release(self) -> None:
-        """Drops the compiled forward."""
-        self._warm = False
+        """Drops the compiled forward. What the compiler keeps of it refers to neither model nor caches."""
+        self._compiled = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _run_idle(self, num_tokens: int, *, chunked: bool) -> None:
+    def _run_idle(self, forward: Forward, num_tokens: int, *, chunked: bool) -> None:
         backend = self._backend
         step = reading_step(
             num_tokens, 1, max_model_len=backend.max_model_len, page_size=self._page_size, chunked=chunked,
             device=backend.device,
         )  # fmt: skip
         backend.plan(step)
-        tokens = torch.zeros(num_tokens, dtype=torch.int32, device=backend.device)
+        tokens = torch.zeros(max(num_tokens, _MIN_TOKENS), dtype=torch.int32, device=backend.device)
         positions = torch.zeros_like(tokens)
         for tensor in (tokens, positions):
             torch._dynamo.mark_dynamic(tensor, 0)
         with forward_context(backend):
-            hidden = self._forward(tokens, positions)
+            hidden = forward(tokens, positions)
             self._compute_logits(hidden, tokens[:1])
 
-    def _compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if self._warm:
+
+class _Compiler:
+    """Gets each graph from torch.compile, which keeps it as long as the process lives: it must not know the model."""
+
+    def __init__(self, compile_graph: Callable[..., Callable[..., Any]], passes: Sequence[GraphPass]) -> None:
+        self._compile = compile_graph
+        self._passes = passes
+        self.num_compilations = 0
+        self.is_done = False  # what comes later comes inside of a step
+
+    def compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What is called in place of the graph `module`."""
+        if self.is_done:
             raise RuntimeError("the model would be compiled again after warm-up")
         self.num_compilations += 1
         for change in self._passes:
