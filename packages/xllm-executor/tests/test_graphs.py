@@ -12,6 +12,7 @@ import torch
 from xllm_attention import BackendCapabilities
 from xllm_attention.backends.torch_backend import TorchBackend
 from xllm_executor import ModelExecutor
+from xllm_executor import executor as executor_module
 from xllm_metadata import AttentionMetadata, build_attention_metadata
 from xllm_models import CausalLM
 
@@ -52,6 +53,11 @@ PREFILL, CHUNKED, DECODE = step((4, 4), (3, 3)), step((2, 6), (1, 4)), step((1, 
 
 def run_all(executor: ModelExecutor) -> list[torch.Tensor]:
     return [executor.execute(*one).clone() for one in (PREFILL, CHUNKED, DECODE)]
+
+
+def fail_at_last_bucket(bar: object, what: str) -> None:
+    if what == "decode_graph 1":
+        raise MemoryError
 
 
 def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -131,6 +137,24 @@ def test_steps_before_warmup_are_eager_for_that_reason(small_model: CausalLM, ma
     assert executor.stats()["steps"] == {"eager": 3, "piecewise": 2, "decode_graph": 1}
     with pytest.raises(RuntimeError, match="graphs are captured once"):
         executor.warmup()
+
+
+def test_a_warmup_that_fails_may_be_tried_again(
+    small_model: CausalLM, make_caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor(small_model, make_caches, warm=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(executor_module, "_advance", fail_at_last_bucket)
+        with pytest.raises(MemoryError):
+            executor.warmup()
+    run_all(executor)
+    assert executor.stats()["eager_reasons"] == {"not_warmed_up": 3}
+    assert executor.stats()["graphs"] == []
+    assert executor.stats()["graph_memory_bytes"] == 0
+    executor.warmup()
+    run_all(executor)
+    assert executor.stats()["steps"] == {"eager": 3, "piecewise": 2, "decode_graph": 1}
+    assert executor.stats()["plans"] == [6]
 
 
 def test_decode_beyond_its_buckets_runs_piecewise_and_is_counted(small_model: CausalLM, make_caches: Caches) -> None:

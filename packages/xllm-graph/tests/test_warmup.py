@@ -160,10 +160,38 @@ def test_a_failed_capture_leaves_eager_execution_usable(make_setup: MakeSetup) -
     assert setup.runners.stats.eager_reasons == {"not_warmed_up": 1}
 
 
+@pytest.mark.parametrize("name", ["piecewise", "decode_graph"])
+def test_a_warmup_that_fails_midway_is_undone(make_setup: MakeSetup, name: str) -> None:
+    """Steps are eager for the right reason then, and warm-up may be tried again."""
+    setup = make_setup(warm=False)
+
+    def fail(report: CaptureReport) -> None:
+        if (report.runner, report.size) == (name, 4):
+            raise MemoryError(f"no memory behind size {report.size}")
+
+    for runners in (setup.decode if name == "decode_graph" else setup.piecewise, setup.runners):
+        with pytest.raises(MemoryError):
+            runners.warmup(fail)
+    assert setup.runners.reports == ()
+    assert setup.runners.memory_bytes == 0
+    request = setup.world.add()
+    setup.world.step((request, 3))
+    setup.world.step((request, 1))
+    assert setup.runners.stats.eager_reasons == {"not_warmed_up": 2}
+    setup.runners.warmup()
+    assert len(setup.runners.reports) == setup.runners.num_captures
+    with pytest.raises(RuntimeError, match="graphs are captured once"):
+        setup.runners.warmup(fail)
+    setup.world.step((request, 3))
+    setup.world.step((request, 1))
+    assert setup.runners.stats.steps == {"eager": 2, "piecewise": 1, "decode_graph": 1}
+
+
 def test_release_gives_the_memory_back(make_setup: MakeSetup) -> None:
     setup = make_setup()
     assert setup.runners.memory_bytes > 0
     setup.runners.release()
     assert setup.runners.memory_bytes == 0
+    assert setup.runners.reports == ()
     setup.world.step((setup.world.add(), 3))
     assert set(setup.runners.stats.steps) == {"eager"}

@@ -109,7 +109,8 @@ class ModelExecutor:
     def warmup(self) -> None:
         """Gets everything ready that the first request must not wait for; captures the graphs, if any are asked for.
 
-        Writes nothing to the cache. Counted neither as steps nor in the plan counts of `stats`.
+        Writes nothing to the cache. Counted neither as steps nor in the plan counts of `stats`. One that fails leaves
+        no graph: steps run eagerly then, and it may be tried again.
 
         Raises:
             RuntimeError: no cache is bound, or graphs are captured already; what the model did that no graph can hold.
@@ -118,12 +119,16 @@ class ModelExecutor:
         if self._runners is None:
             raise RuntimeError("warmup was called before bind_kv_caches")
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._runners.eager.execute(zero, zero, _padding_step(self._device), zero)
         total = self._runners.num_captures
         bar = tqdm(total=total, desc="capturing graphs", file=sys.stderr, disable=not (total and self.config.progress))
-        with bar:
-            self._runners.warmup(lambda report: _advance(bar, f"{report.runner} {report.size}"))
-        self._warmup_plans = self._backend.plan_counts
+        before = self._backend.plan_counts
+        try:
+            with bar:
+                self._runners.eager.execute(zero, zero, _padding_step(self._device), zero)
+                self._runners.warmup(lambda report: _advance(bar, f"{report.runner} {report.size}"))
+        finally:
+            counts = zip(self._warmup_plans, self._backend.plan_counts, before, strict=True)
+            self._warmup_plans = tuple(plans + after - start for plans, after, start in counts)
 
     def execute(
         self,

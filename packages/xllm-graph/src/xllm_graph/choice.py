@@ -7,6 +7,7 @@ of tokens, nothing that could differ between ranks, so that all ranks of a group
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,11 +39,11 @@ class CapturingRunner(Runner, Protocol):
         ...
 
     def warmup(self, on_capture: OnCapture | None = None) -> None:
-        """Captures everything."""
+        """Captures everything, or nothing when it fails; it may be tried again then."""
         ...
 
     def release(self) -> None:
-        """Drops what was captured."""
+        """Drops what was captured, reports included."""
         ...
 
 
@@ -99,9 +100,13 @@ class RunnerSet:
         return 0 if self._runtime is None else self._runtime.memory_bytes()
 
     def warmup(self, on_capture: OnCapture | None = None) -> None:
-        """Captures everything that the preferred runners serve."""
-        for runner in reversed(self._preferred):
-            runner.warmup(on_capture)
+        """Captures everything that the preferred runners serve; all of it, or nothing when a capture fails."""
+        with ExitStack() as undo:
+            if not self.reports:  # else this one is refused
+                undo.callback(self.release)
+            for runner in reversed(self._preferred):
+                runner.warmup(on_capture)
+            undo.pop_all()
 
     def choose(self, phase: Phase, num_tokens: int) -> Choice:
         """Who runs a step of this kind and size."""

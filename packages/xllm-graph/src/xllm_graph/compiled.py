@@ -144,6 +144,7 @@ class CompiledRunner:
     def release(self) -> None:
         """Drops the compiled forward. What the compiler keeps of it refers to neither model nor caches."""
         self._compiled = None
+        self.reports = ()
 
     @torch.inference_mode(False)
     @torch.no_grad()

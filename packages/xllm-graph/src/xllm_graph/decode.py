@@ -118,12 +118,12 @@ class DecodeGraphRunner:
     @torch.inference_mode(False)
     @torch.no_grad()
     def warmup(self, on_capture: OnCapture | None = None) -> None:
-        """Captures every bucket, the largest first. Writes nothing to the cache.
+        """Captures every bucket, the largest first. Writes nothing to the cache. One that fails leaves no graph.
 
         Raises:
             RuntimeError: called twice; `CaptureError` when the model does what no graph can hold.
         """
-        with self._log.watching(on_capture), self._runtime.session():
+        with self._log.watching(on_capture, self.release), self._runtime.session():
             for bucket in reversed(self.buckets):
                 with self._log.measure(bucket, lambda: 1):
                     self._captured[bucket] = self._capture(bucket)
@@ -195,6 +195,7 @@ class DecodeGraphRunner:
     def release(self) -> None:
         """Drops the graphs. They go before the runtime's pool and before any process group they captured."""
         self._captured.clear()
+        self._log.reports.clear()
 
     def _capture(self, bucket: int) -> _Captured:
         backend, device = self._backend, self._backend.device

@@ -100,12 +100,12 @@ class PiecewiseGraphRunner:
     @torch.inference_mode(False)
     @torch.no_grad()
     def warmup(self, on_capture: OnCapture | None = None) -> None:
-        """Captures every bucket, the largest first. Writes nothing to the cache.
+        """Captures every bucket, the largest first. Writes nothing to the cache. One that fails leaves no graph.
 
         Raises:
             RuntimeError: called twice; `CaptureError` when the model does what no graph can hold.
         """
-        with self._log.watching(on_capture), self._runtime.session():
+        with self._log.watching(on_capture, self.release), self._runtime.session():
             for bucket in reversed(self.buckets):
                 with self._log.measure(bucket, lambda: self._chains[bucket].num_graphs):  # noqa: B023 called at once
                     self._chains[bucket] = self._capture(bucket)
@@ -161,6 +161,7 @@ class PiecewiseGraphRunner:
     def release(self) -> None:
         """Drops the graphs. They go before the runtime's pool and before any process group they captured."""
         self._chains.clear()
+        self._log.reports.clear()
 
     def _capture(self, bucket: int) -> _Chain:
         zeros = torch.zeros(bucket, dtype=torch.int32, device=self._backend.device)

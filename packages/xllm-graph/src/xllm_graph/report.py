@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
 from .runtime import GraphRuntime
@@ -39,13 +39,19 @@ class CaptureLog:
         self.reports: list[CaptureReport] = []
 
     @contextmanager
-    def watching(self, on_capture: OnCapture | None) -> Iterator[None]:
-        """Reports to `on_capture` inside the block; a second warm-up would capture twice and is refused."""
+    def watching(self, on_capture: OnCapture | None, drop: Callable[[], None]) -> Iterator[None]:
+        """Reports to `on_capture` inside the block; a second warm-up would capture twice and is refused.
+
+        A block that fails leaves nothing: `drop` is called, and the warm-up may be tried again.
+        """
         if self.reports:
             raise RuntimeError(f"warmup of {self._runner} was called before: graphs are captured once")
         self._on_capture = on_capture
         try:
-            yield
+            with ExitStack() as undo:
+                undo.callback(drop)
+                yield
+                undo.pop_all()
         finally:
             self._on_capture = None
 

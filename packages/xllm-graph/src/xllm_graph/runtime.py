@@ -76,7 +76,7 @@ class GraphRuntime(Protocol):
         ...
 
     def release(self) -> None:
-        """Drops the graphs and the pool. No graph may be replayed afterwards."""
+        """Drops the graphs and the pool. None of them may be replayed afterwards; others may be captured."""
         ...
 
 
