@@ -35,6 +35,10 @@ def _cache(k: torch.Tensor | None = GOOD, v: torch.Tensor | None = GOOD) -> Laye
             [_cache(), _cache(*torch.zeros(2, 4, 8, 2, 8))],
             r"page sizes differ: 16 \(layer 0\), 8 \(layer 1\)",
         ),
+        (
+            [_cache(), _cache(*torch.zeros(2, 5, 16, 2, 8))],
+            r"num_blocks differ: 4 \(layer 0\), 5 \(layer 1\); all caches must have the same",
+        ),
         ([_cache(k=torch.zeros(1, 16, 2, 8).expand(SHAPE)), _cache()], "elements overlap"),
         ([_cache(k=torch.zeros(2000).as_strided(SHAPE, (255, 16, 8, 1))), _cache()], "elements overlap"),
     ],

@@ -79,6 +79,21 @@ def test_unavailable_backends_say_why(install: Path, spec: AttentionSpec) -> Non
     assert reasons["odd"] == "outside_attention:not_a_backend is not a subclass of AttentionBackend"
 
 
+@pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError, AttributeError])
+def test_a_library_that_refuses_to_load_says_why(
+    install: Path, tmp_path: Path, spec: AttentionSpec, error: type[Exception]
+) -> None:
+    """As with parts of other versions, or a shared library that is not there: the others are served."""
+    module = f"refusing_{error.__name__.lower()}"
+    (tmp_path / f"{module}.py").write_text(f"raise {error.__name__}('cubin version 1 does not match 2')\n")
+    _declare(install, f"refusing = {module}:Backend")
+    reason = f"{module}:Backend cannot be loaded: cubin version 1 does not match 2"
+    assert unavailable_backends()["refusing"] == reason
+    assert create_backend("torch", [spec], device="cpu", dtype=torch.float32, **LIMITS).name == "torch"
+    with pytest.raises(ValueError, match=f"'refusing' is not: {reason}"):
+        create_backend("refusing", [spec], device="cpu", dtype=torch.float32, **LIMITS)
+
+
 def test_a_name_declared_twice(install: Path, spec: AttentionSpec) -> None:
     _declare(install, "torch = outside_attention:Outside")
     with pytest.raises(ValueError, match=r"'torch' is declared twice.*outside_attention:Outside"):

@@ -160,7 +160,7 @@ class AttentionBackend(ABC):
         Strides are free as long as no two elements overlap. A step that was planned before is forgotten.
 
         Raises:
-            ValueError: wrong number, rank, shape, dtype, device or strides, or unequal page sizes.
+            ValueError: wrong number, rank, shape, dtype, device or strides, or unequal page sizes or num_blocks.
         """
         page_size = check_caches(caches, self.specs, device=self.device, dtype=self.dtype)
         self._num_tokens = None

@@ -21,22 +21,26 @@ def check_caches(
     """
     if len(caches) != len(specs):
         raise ValueError(f"{len(caches)} KV caches for {len(specs)} layers; every layer needs one")
-    page_sizes: dict[int, int] = {}  # page size -> first layer that has it
+    # Value -> first layer that has it. All layers share one page table.
+    num_blocks: dict[int, int] = {}
+    page_sizes: dict[int, int] = {}
     for layer_id, (cache, spec) in enumerate(zip(caches, specs, strict=True)):
         for slot, tensor in (("k", cache.k), ("v", cache.v)):
             name = f"{slot} cache of layer {layer_id}"
             if tensor is None:
                 raise ValueError(f"{name} is None")
             _check_tensor(name, tensor, spec, device, dtype)
+            num_blocks.setdefault(tensor.shape[0], layer_id)
             page_sizes.setdefault(tensor.shape[1], layer_id)
         if cache.k is not None and cache.v is not None and cache.k.shape != cache.v.shape:
             raise ValueError(
                 f"k and v cache of layer {layer_id} have shapes {list(cache.k.shape)} and {list(cache.v.shape)}; "
                 "they must be equal"
             )
-    if len(page_sizes) > 1:
-        listed = ", ".join(f"{size} (layer {layer_id})" for size, layer_id in page_sizes.items())
-        raise ValueError(f"page sizes differ: {listed}; all caches must have the same")
+    for what, values in (("page sizes", page_sizes), ("num_blocks", num_blocks)):
+        if len(values) > 1:
+            listed = ", ".join(f"{value} (layer {layer_id})" for value, layer_id in values.items())
+            raise ValueError(f"{what} differ: {listed}; all caches must have the same")
     return next(iter(page_sizes))
 
 

@@ -132,7 +132,8 @@ def _load_point(point: EntryPoint) -> type[AttentionBackend] | str:
     """The class, or why there is none."""
     try:
         backend: Any = point.load()
-    except (ImportError, AttributeError) as error:
+    # The last two: a library whose parts are of different versions, or whose shared objects cannot be opened.
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
         return f"{point.value} cannot be loaded: {error}"
     if isinstance(backend, type) and issubclass(backend, AttentionBackend):
         return backend
