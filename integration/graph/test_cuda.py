@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from xllm_graph import create_runtime
+
 MakeSetup = Callable[..., Any]
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
@@ -123,6 +125,18 @@ def test_twenty_buckets_cost_little_more_than_the_largest(make_cuda_setup: MakeS
         return bytes_held
 
     assert memory(",".join(str(n) for n in range(1, 21))) <= 1.3 * memory("20")
+
+
+@pytest.mark.gpu
+def test_the_device_is_done_with_a_session_that_is_left() -> None:
+    """Whatever the stream of the step that comes first: it fills buffers that the last run of warm-up reads."""
+    runtime = create_runtime("cuda", "cuda")
+    value = torch.zeros(1, device="cuda")
+    with runtime.session():
+        torch.cuda._sleep(200_000_000)  # cycles: a hundred milliseconds
+        value.fill_(1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert value.item() == 1
 
 
 def test_results_are_ordered_on_the_callers_stream(make_cuda_setup: MakeSetup) -> None:

@@ -33,7 +33,8 @@ class ModelExecutor:
     """Executes the steps of one model.
 
     Call `bind_kv_caches` once, `warmup` once, then `execute` for every step; `shutdown` at the end. Not thread-safe:
-    the host calls it from one thread at a time.
+    the host calls it from one thread at a time. Steps share buffers: they come on one stream, or each on a stream that
+    waits for the one of the step before.
 
     Args:
         model: with its weights loaded.

@@ -34,8 +34,7 @@ class CudaGraphRuntime:
         """See `GraphRuntime.session`. No garbage is collected meanwhile: a finalizer could break a capture."""
         if self._in_session:
             raise RuntimeError("a capture session is open already")
-        caller = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(caller)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         gc.collect()
         collects = gc.isenabled()
         gc.disable()
@@ -50,7 +49,7 @@ class CudaGraphRuntime:
             self._in_session = False
             if collects:
                 gc.enable()
-            caller.wait_stream(self._stream)
+            torch.cuda.synchronize(self.device)
             # What the warm-up runs needed is cached for this stream, which nothing else uses.
             torch.cuda.empty_cache()
 

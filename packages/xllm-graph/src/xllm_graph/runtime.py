@@ -50,8 +50,9 @@ class GraphRuntime(Protocol):
         ...
 
     def session(self) -> AbstractContextManager[None]:
-        """Surrounds warm-up runs and captures, all on a stream apart; later work of the current stream waits for it.
+        """Surrounds warm-up runs and captures, all on a stream apart, after the current stream's work.
 
+        The device is done with them when it is left, so that the first step may come on any stream.
         A capture that is still open when the session is left, since the captured code failed, is abandoned.
         """
         ...

@@ -66,6 +66,8 @@ pages 9 and 3.
 - The C++ side owns every tensor. Nothing is copied on the way to Python, and Python writes to none of them.
 - Inputs are ready on the stream that is current on the calling thread; the step's work and its result are ordered on
   it.
+- An executor's steps are handed over on one stream, or the host makes the stream of a step wait for the one of the step
+  before: they share buffers, and the stream alone orders them. That holds for any threads that the calls come from.
 - The C++ side keeps the tensors alive and unmodified until that stream has passed the step. Host tensors too: plans and
   copies may read them until then.
 - The Python view of the metadata is valid inside the call. One that was kept raises `RuntimeError` when it is read

@@ -19,7 +19,8 @@ namespace xllm::executor {
 // The keys and values of `xllm_executor.ExecutorConfig`; Python checks them.
 using Config = std::map<std::string, std::variant<bool, int64_t, double, std::string>>;
 
-// For one thread at a time; stats_json and metrics may be called by any thread beside a step.
+// For one thread at a time; stats_json and metrics may be called by any thread beside a step. Steps come on one stream,
+// or each on a stream that waits for the one of the step before.
 class PyExecutor {
  public:
   // Throws PythonError when the config is refused.
