@@ -171,7 +171,7 @@ def test_a_backend_that_cannot_capture(
     executor = make_executor(small_model, make_caches, eager_is_error=True)
     run_all(executor)
     assert executor.stats()["steps"] == {"piecewise": 3}
-    assert executor.stats()["graph_misses"] == {"decode_graph": {"backend_cannot_capture": 3}}
+    assert executor.stats()["graph_misses"] == {"decode_graph": {"backend_cannot_capture": 1}}
 
 
 def test_ops_that_no_graph_may_hold_leave_no_full_graph(small_model: CausalLM, make_caches: Caches) -> None:
@@ -180,8 +180,21 @@ def test_ops_that_no_graph_may_hold_leave_no_full_graph(small_model: CausalLM, m
     assert_same(run_all(executor), truth)
     stats: Any = executor.stats()
     assert stats["steps"] == {"piecewise": 3}
-    assert stats["graph_misses"] == {"decode_graph": {"ops_not_captured": 3}}
+    assert stats["graph_misses"] == {"decode_graph": {"ops_not_captured": 1}}
     assert {graph["num_graphs"] for graph in stats["graphs"]} == {5}
+
+
+def test_no_step_but_decode_misses_the_decode_graph(small_model: CausalLM, make_caches: Caches) -> None:
+    """Also in the message of a step that may not run eagerly."""
+    executor = make_executor(
+        small_model, make_caches, graph_cut_ops="xllm::silu_and_mul", graph_token_budget=1, eager_is_error=True
+    )
+    message = r"7 tokens would run eagerly \(decode_graph: not_decode, piecewise: over_token_budget\)"
+    with pytest.raises(RuntimeError, match=message):
+        executor.execute(*PREFILL)
+    message = r"2 tokens would run eagerly \(decode_graph: ops_not_captured, piecewise: over_token_budget\)"
+    with pytest.raises(RuntimeError, match=message):
+        executor.execute(*DECODE)
 
 
 def test_capacity_is_rounded_up_and_the_host_held_to_its_limit(small_model: CausalLM, make_caches: Caches) -> None:

@@ -23,7 +23,8 @@ class ExecutorConfig:
         graph_runtime: the graph runtime of `piecewise`; empty takes the one for CUDA.
         graph_buckets: numbers of sequences to capture decode graphs for, such as "1,2,4,8"; empty takes 1, 2, 4, 8,
             then steps of 16 up to the first that holds max_seqs_per_batch.
-        graph_token_budget: the largest number of tokens to capture piecewise graphs for; a step of more runs eagerly.
+        graph_token_budget: number of tokens that piecewise graphs are captured for, rounded up to a bucket; a step of
+            more than that runs eagerly.
         graph_cut_ops: names of ops that piecewise graphs leave to eager execution, such as "xllm::all_reduce_", with
             commas between them, where the device cannot capture them. Decode then runs piecewise too.
         logits_in_graph: whether decode graphs compute the logits; False for a host that asks for hidden states.

@@ -64,7 +64,7 @@ class RunnerSet:
         preferred: in order of preference; warmed up in reverse, since the last one has the largest graphs.
         runtime: whose pool the graphs share, if any.
         eager_is_error: a step that none of `preferred` serves is an error instead of an eager step.
-        misses: preferred runners that could not even be made, and why.
+        misses: runners of decode steps that would come first but could not even be made, and why.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class RunnerSet:
         self._runtime = runtime
         self._eager_is_error = eager_is_error
         self._misses = tuple(misses)
-        self._choices: dict[tuple[EagerReason, ...], Choice] = {}  # by the refusals that led to each
+        # By whether it is a decode step, and the refusals that led to each.
+        self._choices: dict[tuple[bool, tuple[EagerReason, ...]], Choice] = {}
         self.stats = StepStats()
 
     @property
@@ -116,16 +117,19 @@ class RunnerSet:
             if reason is None:
                 break
             refusals.append(reason)
-        key = tuple(refusals)
+        key = phase is Phase.DECODE, tuple(refusals)
         choice = self._choices.get(key)
         if choice is None:
-            choice = self._choices[key] = self._choice_after(key)
+            choice = self._choices[key] = self._choice_after(*key)
         return choice
 
-    def _choice_after(self, refusals: tuple[EagerReason, ...]) -> Choice:
+    def _choice_after(self, is_decode: bool, refusals: tuple[EagerReason, ...]) -> Choice:
         """Who runs a step that so many of the preferred runners have refused."""
         refused = self._preferred[: len(refusals)]
-        misses = (*self._misses, *((runner.name, reason) for runner, reason in zip(refused, refusals, strict=True)))
+        misses = (
+            *((name, reason if is_decode else EagerReason.NOT_DECODE) for name, reason in self._misses),
+            *((runner.name, reason) for runner, reason in zip(refused, refusals, strict=True)),
+        )
         if len(refused) < len(self._preferred):
             return Choice(runner=self._preferred[len(refused)], misses=misses)
         reason = misses[-1][1] if misses else EagerReason.GRAPHS_OFF
