@@ -39,7 +39,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendCapabilities:
-    """What a backend can do. None means no restriction."""
+    """What a backend can do. None means no restriction.
+
+    A full graph's metadata has the fields that are always present, and None for optional ones: a backend that plans from
+    those leaves the phase out of `full_graph_phases`.
+    """
 
     full_graph_phases: frozenset[Phase] = frozenset()  # phases whose run() may be captured after plan(graph=True)
     dtypes: frozenset[torch.dtype] | None = None
