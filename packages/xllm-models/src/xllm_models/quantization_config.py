@@ -33,7 +33,9 @@ def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     keys = ConfigKeys({"quantization_config": given}).mapping("quantization_config")
     method = ConfigKeys(keys, "quantization_config").string("quant_method")
     if method == "fp8":
-        return Quantization(method=method, kind="fp8", block=_block(ConfigKeys(keys, "quantization_config")))
+        return Quantization(
+            method=method, kind="fp8", block=_block(ConfigKeys(keys, "quantization_config"), "weight_block_size")
+        )
     if method == "fbgemm_fp8":
         return Quantization(method=method, kind="fp8")
     if method == "compressed-tensors":
@@ -43,12 +45,12 @@ def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     raise ValueError(f"quantization_config with quant_method {method!r} is not supported; supported: {list(METHODS)}")
 
 
-def _block(keys: ConfigKeys) -> tuple[int, int] | None:
-    block = keys.integers("weight_block_size")
+def _block(keys: ConfigKeys, name: str) -> tuple[int, int] | None:
+    block = keys.integers(name)
     if not block:
         return None
     if len(block) != 2 or min(block) < 1:
-        raise ValueError(f"weight_block_size must be two positive integers, got {list(block)}")
+        raise ValueError(f"{name} must be two positive integers, got {list(block)}")
     return block[0], block[1]
 
 
@@ -62,8 +64,8 @@ def _compressed(config: Mapping[str, Any]) -> Quantization:
         if len(schemes) == 1 and (bits, form) == (8, "float") and strategy in ("tensor", "channel"):
             return Quantization(method="compressed-tensors", kind="fp8")
         if len(schemes) == 1 and (bits, form, strategy) == (8, "float", "block"):
-            block = keys.integers("block_structure")
-            return Quantization(method="compressed-tensors", kind="fp8", block=(block[0], block[1]))
+            block = keys.require(_block(keys, "block_structure"), "block_structure")
+            return Quantization(method="compressed-tensors", kind="fp8", block=block)
     raise ValueError(
         "quantization_config of compressed-tensors is supported for one group of 8-bit float weights with the strategy "
         f"tensor, channel or block, got {[dict(scheme) for scheme in schemes]}"
@@ -78,8 +80,12 @@ def _int4(method: str, keys: ConfigKeys) -> Quantization:
         raise ValueError(f"group_size must be -1 or at least 1, got {group_size}")
     if method == "awq":
         version = keys.string("version", default="gemm").lower()
-        if version != "gemm" or not keys.boolean("zero_point", default=True):
-            raise ValueError(f"quant_method 'awq' is supported in version gemm with zero points, got {version!r}")
+        zero_point = keys.boolean("zero_point", default=True)
+        if version != "gemm" or not zero_point:
+            raise ValueError(
+                "quant_method 'awq' is supported in version gemm with zero points, "
+                f"got version {version!r} and zero_point {zero_point}"
+            )
         return Quantization(method=method, kind="awq", group_size=group_size)
     form = keys.string("checkpoint_format", default="gptq")
     if form not in ("gptq", "gptq_v2"):

@@ -36,6 +36,10 @@ COMPRESSED_INT4 = COMPRESSED | {
     "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}
 }
 
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "block"}
+COMPRESSED_BLOCK = COMPRESSED | {"config_groups": {"g": {"weights": FP8_WEIGHTS}}}
+COMPRESSED_BLOCK_16 = COMPRESSED | {"config_groups": {"g": {"weights": FP8_WEIGHTS | {"block_structure": [16]}}}}
+
 
 def fp8(weight: torch.Tensor, config: dict[str, Any]) -> Packed:
     """The nearest fp8 values under scales that differ from block to block, row to row."""
@@ -174,6 +178,88 @@ def test_a_quantized_weight_without_its_scale_is_named(write_checkpoint: Callabl
         dequantized([DictStateDict({"layer.qweight": torch.zeros(1, 8)})], Quantization(method="gptq", kind="gptq"))
 
 
+# The layer's weight is [40, 48]: how it was packed, what the config says, what the checkpoint holds besides, the fault.
+MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor | None], str]] = {
+    "larger blocks": (
+        FP8_BLOCK,
+        FP8_BLOCK | {"weight_block_size": [32, 32]},
+        {},
+        r"layer\.weight_scale_inv \(checkpoint \[3, 6\], expected \[2, 2\]\)",
+    ),
+    "smaller blocks": (
+        FP8_BLOCK,
+        FP8_BLOCK | {"weight_block_size": [8, 8]},
+        {},
+        r"layer\.weight_scale_inv \(checkpoint \[3, 6\], expected \[5, 6\]\)",
+    ),
+    "rows": (
+        FP8_CHANNEL,
+        FP8_CHANNEL,
+        {"weight_scale": torch.ones(5, 3)},
+        r"layer\.weight_scale \(checkpoint \[5, 3\], expected \[40, 1\] or \[1\]\)",
+    ),
+    "larger awq groups": (
+        AWQ,
+        AWQ | {"group_size": 32},
+        {},
+        r"layer\.qzeros \(checkpoint \[6, 5\], expected \[2, 5\]\)\n"
+        r"  layer\.scales \(checkpoint \[6, 40\], expected \[2, 40\]\)",
+    ),
+    "awq groups by default": (
+        AWQ,
+        {key: value for key, value in AWQ.items() if key != "group_size"},
+        {},
+        r"layer\.qzeros \(checkpoint \[6, 5\], expected \[1, 5\]\)\n  layer\.scales ",
+    ),
+    "smaller gptq groups": (
+        GPTQ,
+        GPTQ | {"group_size": 8},
+        {"g_idx": None},
+        r"layer\.qzeros \(checkpoint \[3, 5\], expected \[6, 5\]\)\n  layer\.scales ",
+    ),
+    "gptq groups of too few inputs": (
+        GPTQ,
+        GPTQ,
+        {"g_idx": torch.zeros(0, dtype=torch.int32)},
+        r"layer\.g_idx \(checkpoint \[0\], expected \[48\]\)",
+    ),
+    "gptq zeros": (
+        GPTQ,
+        GPTQ,
+        {"qzeros": torch.zeros(2, 5, dtype=torch.int32)},
+        r"layer\.qzeros \(checkpoint \[2, 5\], expected \[3, 5\]\)",
+    ),
+    "a gptq group that is not there": (
+        GPTQ,
+        GPTQ,
+        {"g_idx": torch.arange(48, dtype=torch.int32) // 8},
+        r"layer\.g_idx \(groups 0 to 5, expected 0 to 2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_scales_that_do_not_fit_their_weight_are_named(case: str) -> None:
+    packed_with, config, changes, message = MISFITS[case]
+    weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(0)) * 0.3
+    packer = fp8 if "fp8" in packed_with["quant_method"] else int4
+    parsed = parse_quantization({"quantization_config": config})
+    assert parsed is not None
+    tensors = packer(weight, packed_with)[0] | changes
+    files = [DictStateDict({f"layer.{name}": x}) for name, x in tensors.items() if x is not None]
+    with pytest.raises(WeightError, match="the checkpoint does not fit its quantization_config\n  " + message):
+        dequantized(files, parsed)
+
+
+def test_all_scales_that_do_not_fit_are_in_one_error() -> None:
+    weights = {f"{name}.weight": torch.zeros(16, 16).to(torch.float8_e4m3fn) for name in "ab"}
+    scales = {f"{name}.weight_scale_inv": torch.ones(1, 1) for name in "ab"}
+    with pytest.raises(WeightError, match=r"  a\.weight_scale_inv \(.*\n  b\.weight_scale_inv \("):
+        dequantized(
+            [DictStateDict(weights), DictStateDict(scales)], Quantization(method="fp8", kind="fp8", block=(8, 8))
+        )
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -181,10 +267,13 @@ def test_a_quantized_weight_without_its_scale_is_named(write_checkpoint: Callabl
         ({"bits": 4}, "quantization_config has no quant_method"),
         ("fp8", "quantization_config in config must be a mapping"),
         (AWQ | {"bits": 3}, "quant_method 'awq' is supported with 4 bits, got 3"),
-        (AWQ | {"version": "gemv"}, "version gemm with zero points, got 'gemv'"),
+        (AWQ | {"version": "gemv"}, "version gemm with zero points, got version 'gemv' and zero_point True"),
+        (AWQ | {"zero_point": False}, "version gemm with zero points, got version 'gemm' and zero_point False"),
         (GPTQ | {"group_size": 0}, "group_size must be -1 or at least 1, got 0"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (FP8_BLOCK | {"weight_block_size": [128]}, r"weight_block_size must be two positive integers, got \[128\]"),
+        (COMPRESSED_BLOCK, "config_groups has no block_structure"),
+        (COMPRESSED_BLOCK_16, r"block_structure must be two positive integers, got \[16\]"),
         (COMPRESSED_INT4, "8-bit float weights .* got .*'num_bits': 4"),
     ],
 )

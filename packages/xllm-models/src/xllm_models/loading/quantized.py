@@ -7,12 +7,14 @@ N outputs, K inputs of a linear layer; its weight is [N, K].
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..quantization_config import Quantization
+from .loader import WeightError
 from .state_dict import StateDict, TensorSlice, shape_and_dtype, tensor_region
 
 _LOGGER = logging.getLogger(__name__)
@@ -26,14 +28,21 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def dequantized(state_dicts: Sequence[StateDict], quantization: Quantization) -> list[StateDict]:
-    """The same state dicts, in which a quantized layer has a plain `weight`. Logs once that it dequantizes."""
+    """The same state dicts, in which a quantized layer has a plain `weight`. Logs once that it dequantizes.
+
+    A checkpoint that is quantized otherwise than `quantization` says is a WeightError that lists every tensor at fault.
+    """
     checkpoint = _Checkpoint(state_dicts)
+    found = [_DequantizedStateDict(own, checkpoint, quantization) for own in state_dicts]
+    faults = [f"  {fault}" for state_dict in found for fault in state_dict.faults()]
+    if faults:
+        raise WeightError("\n".join(("the checkpoint does not fit its quantization_config", *faults)))
     _LOGGER.warning(
         "no kernel computes with %s weights here: they are dequantized while they are loaded, "
         "and take the memory of the model's dtype",
         quantization.method,
     )
-    return [_DequantizedStateDict(own, checkpoint, quantization) for own in state_dicts]
+    return [*found]
 
 
 class _Checkpoint:
@@ -65,6 +74,11 @@ class _DequantizedStateDict:
         names = [name for name in list(own.keys()) if name.rpartition(".")[2] not in hidden]
         self._names = dict.fromkeys([*names, *self._weights])
 
+    def faults(self) -> Iterator[str]:
+        """What does not fit the quantized weights: tensor, found, expected."""
+        for weight in self._weights.values():
+            yield from weight.faults()
+
     def has(self, name: str) -> bool:
         return name in self._names
 
@@ -83,7 +97,7 @@ class _DequantizedStateDict:
 
 def _quantized_weights(
     own: StateDict, checkpoint: _Checkpoint, quantization: Quantization
-) -> Iterator[tuple[str, TensorSlice]]:
+) -> Iterator[tuple[str, _Fp8Weight | _AwqWeight | _GptqWeight]]:
     """The dequantized name and weight of every quantized layer whose main tensor is in `own`."""
     for name in list(own.keys()):
         layer, _, last = name.rpartition(".")
@@ -97,6 +111,12 @@ def _quantized_weights(
                 raise ValueError(f"quantized layer {layer} lacks {', '.join(missing)}")
             kind = _AwqWeight if quantization.kind == "awq" else _GptqWeight
             yield f"{layer}.weight", kind(checkpoint=checkpoint, layer=layer, quantization=quantization)
+
+
+def _misfits(checkpoint: _Checkpoint, name: str, expected: Sequence[int]) -> Iterator[str]:
+    """The fault of a tensor that has another shape, if it has."""
+    if (found := checkpoint.shape(name)) != tuple(expected):
+        yield f"{name} (checkpoint {list(found)}, expected {list(expected)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +142,15 @@ class _Fp8Weight:
     name: str
     scale: str
     block: tuple[int, int] | None
+
+    def faults(self) -> Iterator[str]:
+        """Of the scale's shape."""
+        shape, found = self.get_shape(), self.checkpoint.shape(self.scale)
+        if self.block is not None:
+            expected = [-(-size // per_scale) for size, per_scale in zip(shape, self.block, strict=False)]
+            yield from _misfits(self.checkpoint, self.scale, expected)
+        elif math.prod(found) not in (1, shape[0]):
+            yield f"{self.scale} (checkpoint {list(found)}, expected {[shape[0], 1]} or [1])"
 
     def get_shape(self) -> list[int]:
         return list(self.checkpoint.shape(self.name))
@@ -154,10 +183,17 @@ class _Int4Weight:
     def get_dtype(self) -> str:
         return "F32"
 
+    def _misfitting_parts(self, num_outputs: int, num_groups: int) -> Iterator[str]:
+        """Faults of the shapes of zeros and scales."""
+        yield from _misfits(self.checkpoint, f"{self.layer}.qzeros", [num_groups, -(-num_outputs // 8)])
+        yield from _misfits(self.checkpoint, f"{self.layer}.scales", [num_groups, num_outputs])
+
+    def _group_size(self, num_inputs: int) -> int:
+        return num_inputs if self.quantization.group_size == -1 else self.quantization.group_size
+
     def _groups(self, inputs: slice, num_inputs: int) -> torch.Tensor:
         """The group of each input of the slice."""
-        group_size = num_inputs if self.quantization.group_size == -1 else self.quantization.group_size
-        return torch.arange(inputs.start, inputs.stop) // group_size
+        return torch.arange(inputs.start, inputs.stop) // self._group_size(num_inputs)
 
     def _dequantized(
         self, values: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor, outputs: slice
@@ -180,6 +216,11 @@ class _AwqWeight(_Int4Weight):
 
     __slots__ = ()
 
+    def faults(self) -> Iterator[str]:
+        """Of zeros and scales."""
+        num_outputs, num_inputs = self.get_shape()
+        return self._misfitting_parts(num_outputs, -(-num_inputs // self._group_size(num_inputs)))
+
     def get_shape(self) -> list[int]:
         num_inputs, num_words = self.checkpoint.shape(f"{self.layer}.qweight")
         return [num_words * 8, num_inputs]
@@ -198,6 +239,22 @@ class _GptqWeight(_Int4Weight):
     """qweight [K / 8, N] int32: eight inputs a word; g_idx [K], where present, is each input's group."""
 
     __slots__ = ()
+
+    def faults(self) -> Iterator[str]:
+        """Of zeros and scales, and of the inputs' groups where they are given: those say how many there are."""
+        num_outputs, num_inputs = self.get_shape()
+        name = f"{self.layer}.g_idx"
+        if not self.checkpoint.has(name):
+            yield from self._misfitting_parts(num_outputs, -(-num_inputs // self._group_size(num_inputs)))
+            return
+        num_groups = self.checkpoint.shape(f"{self.layer}.scales")[0]
+        yield from self._misfitting_parts(num_outputs, num_groups)
+        wrong_shape = list(_misfits(self.checkpoint, name, [num_inputs]))
+        yield from wrong_shape
+        if not wrong_shape:
+            first, last = (int(group) for group in self.checkpoint.whole(name).aminmax())
+            if first < 0 or last >= num_groups:
+                yield f"{name} (groups {first} to {last}, expected 0 to {num_groups - 1})"
 
     def get_shape(self) -> list[int]:
         num_words, num_outputs = self.checkpoint.shape(f"{self.layer}.qweight")
