@@ -68,6 +68,15 @@ def test_the_measured_rule_shrinks_one_shot_with_the_ranks() -> None:
         TransportRule.measured(1)
 
 
+@pytest.mark.parametrize("num_ranks", range(2, 10))
+def test_two_shot_is_for_the_numbers_of_ranks_that_torch_can(num_ranks: int) -> None:
+    rule = TransportRule.measured(num_ranks)
+    assert rule.reduce_way(rule.one_shot_max_bytes, BF16) is Way.ONE_SHOT
+    beyond = Way.TWO_SHOT if num_ranks in (2, 4, 8) else Way.GROUP
+    assert rule.reduce_way(rule.one_shot_max_bytes + 16, BF16) is beyond
+    assert rule.reduce_way(16 << 20, BF16) is beyond
+
+
 @pytest.mark.parametrize(("one_shot", "two_shot"), [(-1, 4), (8, 4)])
 def test_limits_that_do_not_rise_are_refused(one_shot: int, two_shot: int) -> None:
     with pytest.raises(ValueError, match=f"one_shot_max_bytes is {one_shot}, two_shot_max_bytes 4; they must rise"):

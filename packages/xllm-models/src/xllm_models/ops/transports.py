@@ -122,12 +122,14 @@ class TransportRule:
         """The rule for a group of `num_ranks`.
 
         The limits are those of two ranks, from benchmarks/results/collectives-tp2-h200.json. Of more ranks one-shot
-        reads more, in proportion to the others, so its limit falls by as much; the others read the same.
+        reads more, in proportion to the others, so its limit falls by as much; the others read the same. A number of
+        ranks that torch's two-shot op does not take has no payload that is two-shot.
         """
         if num_ranks < 2:
             raise ValueError(f"a group of {num_ranks} has nothing to sum; the rule begins at 2 ranks")
         one_shot = _ONE_SHOT_OF_TWO // (num_ranks - 1) // ALIGNMENT * ALIGNMENT
-        return cls(one_shot_max_bytes=one_shot, two_shot_max_bytes=_TWO_SHOT_OF_TWO, gather_max_bytes=_GATHER_OF_TWO)
+        two_shot = _TWO_SHOT_OF_TWO if num_ranks in _TWO_SHOT_RANKS else one_shot
+        return cls(one_shot_max_bytes=one_shot, two_shot_max_bytes=two_shot, gather_max_bytes=_GATHER_OF_TWO)
 
     def reduce_way(self, num_bytes: int, dtype: torch.dtype, offset: int = 0) -> Way:
         """The way of an all-reduce of `num_bytes`, `offset` bytes into their storage.
@@ -149,4 +151,5 @@ class TransportRule:
 
 _ONE_SHOT_OF_TWO = 4 << 20
 _TWO_SHOT_OF_TWO = 16 << 20
+_TWO_SHOT_RANKS = (2, 4, 8)  # torch.ops.symm_mem.two_shot_all_reduce_out: "Not implemented for world_size=3"
 _GATHER_OF_TWO = 18 << 20  # what the kernel takes: 118 rows of half of 152,000 bf16 logits
