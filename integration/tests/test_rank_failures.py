@@ -131,6 +131,15 @@ def ends(process: subprocess.Popen[str], begin: float) -> tuple[list[dict[str, A
     return [json.loads(line) for line in stdout.splitlines()], stderr
 
 
+def failures(events: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The messages of each request's error events."""
+    messages: dict[str, list[str]] = {}
+    for event in events:
+        if "error" in event:
+            messages.setdefault(event["id"], []).append(event["error"]["message"])
+    return messages
+
+
 def test_a_rank_killed_in_mid_step(fragile: tuple[Path, str], start: Start) -> None:
     model, flag = fragile
     worker = start(model, flag, "--tp_size=2")
@@ -141,8 +150,7 @@ def test_a_rank_killed_in_mid_step(fragile: tuple[Path, str], start: Start) -> N
     send(worker, REQUEST | {"id": "bad", "token_ids": [5, 13]})
     events, errors = ends(worker, begin)
     assert "error: rank 1 is gone: killed by signal 9 (Killed)" in errors
-    failed = {event["id"]: event["error"]["message"] for event in events if "error" in event}
-    assert failed["bad"] == "rank 1 is gone: killed by signal 9 (Killed)"
+    assert failures(events)["bad"] == ["rank 1 is gone: killed by signal 9 (Killed)"]
 
 
 def test_a_rank_killed_between_steps(fragile: tuple[Path, str], start: Start) -> None:
@@ -152,6 +160,26 @@ def test_a_rank_killed_between_steps(fragile: tuple[Path, str], start: Start) ->
     os.kill(follower(worker), signal.SIGKILL)
     _, errors = ends(worker, begin)
     assert "error: rank 1 is gone: killed by signal 9 (Killed)" in errors
+
+
+@pytest.mark.parametrize("commands", [[], ["stats"]], ids=["idle", "asked"])
+def test_a_rank_killed_under_pause(fragile: tuple[Path, str], start: Start, commands: list[str]) -> None:
+    worker = start(*fragile, "--tp_size=2")
+    read(worker)
+    send(worker, {"command": "pause"})
+    send(worker, REQUEST)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    os.kill(follower(worker), signal.SIGKILL)
+    for command in commands:
+        send(worker, {"command": command})
+    while worker.poll() is None:  # the input is still open
+        assert time.monotonic() - begin < LIMIT
+        time.sleep(0.01)
+    events, errors = ends(worker, begin)
+    message = "rank 1 is gone: killed by signal 9 (Killed)"
+    assert f"error: {message}" in errors
+    assert failures(events) == {"r": [message]}
 
 
 def test_a_rank_killed_at_rendezvous(llama: Path, start: Start) -> None:
@@ -173,11 +201,11 @@ def test_a_rank_killed_at_load(fragile: tuple[Path, str], start: Start) -> None:
 @pytest.mark.parametrize(
     ("token", "flags", "message"),
     [
-        pytest.param(17, ["--tp_timeout=3"], "error: rank 1 gave no sign of life for 3 s", id="hangs"),
+        pytest.param(17, ["--tp_timeout=3"], "rank 1 gave no sign of life for 3 s", id="hangs"),
         pytest.param(
             23,
             ["--tp_timeout=3"],
-            "error: step 1 did not end within 3 s: rank 1 did not come to where the others wait",
+            "step 1 did not end within 3 s: rank 1 did not come to where the others wait",
             id="does-not-come-to-a-collective",
         ),
         pytest.param(19, [], "rank 1 failed in step 1: ArithmeticError: 19 is not a lucky token", id="fails-alone"),
@@ -190,8 +218,9 @@ def test_a_rank_goes_wrong_in_a_step(
     read(worker)
     begin = time.monotonic()
     send(worker, REQUEST | {"token_ids": [5, token]})
-    _, errors = ends(worker, begin)
-    assert message in errors
+    events, errors = ends(worker, begin)
+    assert f"error: {message}" in errors
+    assert failures(events) == {"r": [message]}
 
 
 def test_a_step_that_fails_on_all_ranks_costs_its_requests_only(fragile: tuple[Path, str], start: Start) -> None:

@@ -26,6 +26,16 @@ Engine::Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Writ
       log_(std::move(log)) {}
 
 void Engine::run(Inbox& inbox) {
+  try {
+    serve(inbox);
+  } catch (const RankFailure& failure) {
+    const std::lock_guard lock(mutex_);
+    fail_everything(failure.what());
+    throw;
+  }
+}
+
+void Engine::serve(Inbox& inbox) {
   while (!is_stopping_ && (has_work() || !inbox.is_at_end())) {
     for (InputLine& line : inbox.take_all(/*wait=*/!has_work() || is_paused_)) handle(std::move(line));
     if (inbox.is_at_end()) is_paused_ = false;  // nobody is left who could resume
@@ -79,9 +89,7 @@ void Engine::step() {
   std::vector<NextToken> tokens;
   try {
     tokens = compute(batch);
-  } catch (const RankFailure& failure) {
-    const std::lock_guard lock(mutex_);
-    fail_everything(failure.what());
+  } catch (const RankFailure&) {
     throw;
   } catch (const std::exception& error) {
     // Whatever went wrong concerns this step's requests; the others go on.
@@ -144,6 +152,7 @@ void Engine::fail(const Sequence& sequence, const std::string& message) {
 }
 
 void Engine::fail_everything(const std::string& message) {
+  if (std::exchange(is_over_, true)) return;
   for (const Sequence* sequence : scheduler_.all()) {
     events_ += error_event(sequence->request.id, sequence->request.line, kInternal, message);
   }

@@ -47,6 +47,7 @@ class Engine {
   bool has_work() const { return scheduler_.has_work(); }
 
  private:
+  void serve(Inbox& inbox);
   void accept(Request request);
   std::vector<NextToken> compute(const std::vector<ScheduledSequence>& batch);
   void deliver(Sequence& sequence, const NextToken& token);
@@ -64,6 +65,7 @@ class Engine {
   Log log_;
   std::unordered_set<std::string> live_ids_;
   bool is_paused_ = false;
+  bool is_over_ = false;  // every request has its error event
   // Guards what `abandon` reads, and the output, except while the model computes.
   std::mutex mutex_;
   std::atomic<bool> is_stopping_{false};

@@ -31,9 +31,9 @@ int report(const std::string& message, int exit_code) {
 // How long a step may take to end after a signal, before its requests are reported without it.
 constexpr std::chrono::milliseconds kStopGrace{1500};
 
-// Requests from stdin until its end or a signal, events to the output.
+// Requests from stdin until its end or a signal, events to the output. The link of the model's ranks, where it has several.
 void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& model, ProtocolOutput& output,
-           StopSignals& signals) {
+           StopSignals& signals, RankLink* link = nullptr) {
   BlockManager blocks(facts.num_blocks, facts.block_size, options.enable_prefix_cache);
   const EngineLimits limits{
       {options.max_seqs_per_batch, options.max_tokens_per_batch}, facts.max_model_len, facts.eos_token_ids};
@@ -53,11 +53,16 @@ void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& mo
       [&] { inbox.close(); });
   std::promise<void> ended;
   std::future<void> has_ended = ended.get_future();
-  struct HandlerEnd {
+  struct HandlersEnd {  // before what they use is gone
     StopSignals& signals;
-    ~HandlerEnd() { signals.set_handler([](int) {}); }  // before what the handler uses is gone
+    RankLink* link;
+    ~HandlersEnd() {
+      signals.set_handler([](int) {});
+      if (link != nullptr) link->set_on_stuck(nullptr);
+    }
   };
-  const HandlerEnd handler_end{signals};
+  const HandlersEnd handlers_end{signals, link};
+  if (link != nullptr) link->set_on_stuck([&](const std::string& message) { engine.abandon(message); });
   signals.set_handler([&](int number) {
     const std::string message = "the worker was stopped by " + signal_name(number);
     engine.stop(message);
@@ -115,7 +120,7 @@ void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutpu
     return follow(ranks, std::move(executor), leave);
   }
   LeaderModel model(std::move(executor), ranks, leave);
-  serve(options, facts, model, output, signals);
+  serve(options, facts, model, output, signals, &ranks.link());
 }
 
 // What a rank says last when it cannot go on: what it knows of the others, rather than what came of that here.

@@ -143,6 +143,11 @@ void RankLink::watch_collectives(std::function<int64_t()> num_collectives) {
   }
 }
 
+void RankLink::set_on_stuck(std::function<void(const std::string& message)> on_stuck) {
+  const std::lock_guard lock(mutex_);
+  on_stuck_ = std::move(on_stuck);
+}
+
 void RankLink::begin_step() {
   const std::lock_guard lock(mutex_);
   if (failure_) throw RankFailure(*failure_);
@@ -212,7 +217,8 @@ void RankLink::watch() {
     look_for_failed_steps(now);
     look_for_stuck_steps(now);
     if (failure_ && now - failed_at_ > options_.grace) {
-      // The thread that serves is stuck in something that the lost rank was part of. Nothing of it can be saved.
+      // The thread that serves is stuck in something that the lost rank was part of, or waits for input.
+      if (on_stuck_) on_stuck_(*failure_);
       std::fprintf(stderr, "error: %s\n", failure_->c_str());
       std::fflush(nullptr);
       _exit(1);

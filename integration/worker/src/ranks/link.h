@@ -72,6 +72,10 @@ class RankLink {
   // rank the others wait for.
   void watch_collectives(std::function<int64_t()> num_collectives);
 
+  // Called in the link's thread with the failure, before it ends a process whose serving thread is stuck; must not take
+  // long. Or nothing to call any more: returns when no call is running.
+  void set_on_stuck(std::function<void(const std::string& message)> on_stuck);
+
   // Around each step, so that one that does not end is noticed.
   void begin_step();
   void end_step();
@@ -130,6 +134,7 @@ class RankLink {
   Clock::time_point step_began_;
   Clock::time_point last_sign_;
   std::function<int64_t()> num_collectives_ = [] { return 0; };
+  std::function<void(const std::string&)> on_stuck_;
 
   std::thread thread_;
 };
