@@ -252,6 +252,25 @@ def test_a_signal_to_all_ranks_is_an_orderly_end(llama: Path, start: Start, numb
         time.sleep(0.01)
 
 
+def test_a_signal_while_a_stopped_rank_is_asked_for_its_stats(llama: Path, start: Start) -> None:
+    worker = start(llama, "--tp_size=2")
+    read(worker)
+    send(worker, {"command": "pause"})
+    send(worker, REQUEST)
+    time.sleep(0.5)
+    os.kill(follower(worker), signal.SIGSTOP)
+    send(worker, {"command": "stats"})
+    send(worker, REQUEST | {"id": "next"})
+    time.sleep(0.5)
+    begin = time.monotonic()
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(timeout=30) == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 2
+    stdout, _ = worker.communicate(timeout=60)
+    message = "the worker was stopped by SIGTERM"
+    assert failures([json.loads(line) for line in stdout.splitlines()])["r"] == [message]
+
+
 def test_the_leader_killed(llama: Path, start: Start) -> None:
     worker = start(llama, "--tp_size=2")
     read(worker)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import os
 import signal
 import subprocess
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,17 +17,33 @@ from typing import Any
 import pytest
 
 LIMIT = 2.0  # seconds, from the signal to the end of the process
+
+# A model whose step takes long where token 29 is in it.
+PLUGIN = """
+import time
+
+from xllm_models.models.llama import LlamaForCausalLM
+
+
+class FragileForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids, positions):
+        if 29 in set(input_ids.tolist()):
+            time.sleep(8)
+        return super().forward(input_ids, positions)
+"""
+LONG = {"id": "long", "token_ids": [5, 29], "max_tokens": 8}
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def start(worker_path: Path, llama: Path) -> Iterator[Start]:
-    """`start(*flags)`: a worker with pipes, killed at the end of the test if it is still there."""
+    """`start(*flags, model=...)`: a worker with pipes, killed at the end of the test if it is still there."""
     workers: list[subprocess.Popen[str]] = []
 
-    def start_worker(*flags: str) -> subprocess.Popen[str]:
+    def start_worker(*flags: str, model: Path = llama) -> subprocess.Popen[str]:
         worker = subprocess.Popen(
-            [str(worker_path), f"--model={llama}", "--device=cpu", "--dtype=float32", *flags],
+            [str(worker_path), f"--model={model}", "--device=cpu", "--dtype=float32", *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -35,6 +54,13 @@ def start(worker_path: Path, llama: Path) -> Iterator[Start]:
     for worker in workers:
         worker.kill()
         worker.communicate()
+
+
+@pytest.fixture
+def start_slow(start: Start, make_fragile: Callable[[str], tuple[Path, Path]]) -> Start:
+    """As `start`, of the model above."""
+    model, plugins = make_fragile(PLUGIN)
+    return lambda: start(f"--python_model_path={plugins}", model=model)
 
 
 def send(worker: subprocess.Popen[str], *requests: dict[str, Any]) -> None:
@@ -82,6 +108,42 @@ def test_an_idle_worker_ends_at_once(start: Start) -> None:
     worker = start()
     read_until(worker, lambda event: event.get("event") == "ready")
     assert stop(worker, signal.SIGTERM) == []
+
+
+def test_a_step_that_goes_on_without_a_reader(start_slow: Start) -> None:
+    worker = start_slow()
+    read_until(worker, lambda event: event.get("event") == "ready")
+    send(worker, LONG)
+    time.sleep(0.5)
+    assert worker.stdout is not None
+    worker.stdout.close()
+    began = time.monotonic()
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(timeout=30) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < LIMIT
+
+
+def test_a_client_that_does_not_read(start: Start) -> None:
+    worker = start()
+    read_until(worker, lambda event: event.get("event") == "ready")
+    request = {"token_ids": [5, 6], "max_tokens": 200, "ignore_eos": True, "show_logits": True}
+    send(worker, *(request | {"id": f"r{i}"} for i in range(60)))
+    sizes = [-1]
+    while sizes[-1] < 32_000 or sizes[-1] != sizes[-2]:  # until its output is full
+        time.sleep(1)
+        sizes.append(num_unread(worker))
+    began = time.monotonic()
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(timeout=30) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < LIMIT
+
+
+def num_unread(worker: subprocess.Popen[str]) -> int:
+    """The bytes that lie in the pipe of its output."""
+    assert worker.stdout is not None
+    found = array.array("i", [0])
+    fcntl.ioctl(worker.stdout, termios.FIONREAD, found)
+    return found[0]
 
 
 def wait_for_main(worker: subprocess.Popen[str]) -> None:

@@ -48,18 +48,21 @@ void Engine::serve(Inbox& inbox) {
 }
 
 void Engine::stop(std::string message) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(stop_mutex_);
   if (is_stopping_) return;
   stop_message_ = std::move(message);
   is_stopping_ = true;
 }
 
-void Engine::abandon(const std::string& message) {
-  const std::lock_guard lock(mutex_);
-  fail_everything(message);
+std::string Engine::abandon(const std::string& message, std::chrono::milliseconds limit) {
+  // Kept locked: whatever the engine's thread comes to, it is not heard.
+  return mutex_.try_lock_for(limit) ? last_events(message) : "";
 }
 
 void Engine::handle(InputLine line) {
+  std::string executor;
+  // Without the lock: ranks are asked, and may not answer.
+  if (std::holds_alternative<StatsCommand>(line.content)) executor = model_.stats_json();
   const std::lock_guard lock(mutex_);
   if (auto* request = std::get_if<Request>(&line.content)) {
     accept(std::move(*request));
@@ -68,7 +71,7 @@ void Engine::handle(InputLine line) {
   } else if (const auto* command = std::get_if<PauseCommand>(&line.content)) {
     is_paused_ = command->pause;
   } else {
-    events_ += stats();
+    events_ += stats(executor);
   }
   write_(std::exchange(events_, {}));
 }
@@ -83,7 +86,11 @@ void Engine::accept(Request request) {
 }
 
 void Engine::step() {
-  const std::vector<ScheduledSequence> batch = scheduler_.schedule();
+  std::vector<ScheduledSequence> batch;
+  {
+    const std::lock_guard lock(mutex_);
+    batch = scheduler_.schedule();
+  }
   if (batch.empty()) throw std::logic_error("the scheduler has work but made an empty step");
   ++num_steps_;
   std::vector<NextToken> tokens;
@@ -151,12 +158,15 @@ void Engine::fail(const Sequence& sequence, const std::string& message) {
   retire(sequence, /*has_failed=*/true);
 }
 
-void Engine::fail_everything(const std::string& message) {
-  if (std::exchange(is_over_, true)) return;
+void Engine::fail_everything(const std::string& message) { write_(last_events(message)); }
+
+std::string Engine::last_events(const std::string& message) {
+  std::string events;
+  if (std::exchange(is_over_, true)) return events;
   for (const Sequence* sequence : scheduler_.all()) {
-    events_ += error_event(sequence->request.id, sequence->request.line, kInternal, message);
+    events += error_event(sequence->request.id, sequence->request.line, kInternal, message);
   }
-  write_(std::exchange(events_, {}));
+  return events;
 }
 
 void Engine::retire(const Sequence& sequence, bool has_failed) {
@@ -164,9 +174,9 @@ void Engine::retire(const Sequence& sequence, bool has_failed) {
   scheduler_.remove(sequence, has_failed);
 }
 
-std::string Engine::stats() const {
+std::string Engine::stats(const std::string& executor) const {
   const PrefixCacheCounts cache = blocks_.prefix_cache_counts();
-  return stats_event(nlohmann::json::parse(model_.stats_json()),
+  return stats_event(nlohmann::json::parse(executor),
                      {{"num_steps", num_steps_},
                       {"num_failed_steps", num_failed_steps_},
                       {"num_computed_tokens", num_computed_tokens_},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -35,12 +36,13 @@ class Engine {
   // request in flight, when the model can serve no more.
   void run(Inbox& inbox);
 
-  // From any thread: `run` ends after the step that it is in, with an error event for every request in flight or still
+  // From any thread, and at once whatever the engine does: `run` ends after the step that it is in, with an error event for every request in flight or still
   // in the inbox. Wake the inbox afterwards.
   void stop(std::string message);
 
-  // From any thread, for a step that does not end: writes those error events at once. The engine must not be used again.
-  void abandon(const std::string& message);
+  // From any thread, for a step that does not end: those error events, to be written before the process is. Nothing when the
+  // engine does not come to an end of its own output within `limit`. It gives no event any more, and cannot be destroyed.
+  std::string abandon(const std::string& message, std::chrono::milliseconds limit);
 
   void handle(InputLine line);
   void step();
@@ -52,10 +54,11 @@ class Engine {
   std::vector<NextToken> compute(const std::vector<ScheduledSequence>& batch);
   void deliver(Sequence& sequence, const NextToken& token);
   void fail_everything(const std::string& message);
+  std::string last_events(const std::string& message);
   void fail(const Sequence& sequence, const std::string& message);
   void retire(const Sequence& sequence, bool has_failed);
   std::string_view finish_reason(const Sequence& sequence) const;  // empty: it goes on
-  std::string stats() const;
+  std::string stats(const std::string& executor) const;
 
   StepModel& model_;
   BlockManager& blocks_;
@@ -67,10 +70,12 @@ class Engine {
   bool is_paused_ = false;
   bool is_over_ = false;  // every request has its error event
   // Guards what `abandon` reads, and the output, except while the model computes.
-  std::mutex mutex_;
-  std::atomic<bool> is_stopping_{false};
-  std::string stop_message_;
+  std::timed_mutex mutex_;
   std::string events_;  // of the current step or line, written together
+
+  std::mutex stop_mutex_;
+  std::string stop_message_;  // constant once the engine is stopping
+  std::atomic<bool> is_stopping_{false};
 
   int64_t num_steps_ = 0;
   int64_t num_failed_steps_ = 0;

@@ -4,8 +4,10 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
+#include <climits>
 #include <csignal>
 #include <stdexcept>
 #include <string>
@@ -70,12 +72,30 @@ ProtocolOutput::ProtocolOutput() {
 
 ProtocolOutput::~ProtocolOutput() { close(fd_); }
 
-void ProtocolOutput::write(std::string_view text) {
+void ProtocolOutput::write(std::string_view text, std::optional<std::chrono::milliseconds> limit) {
+  const auto begin = std::chrono::steady_clock::now();
   while (!text.empty()) {
-    const ssize_t num_written = ::write(fd_, text.data(), text.size());
+    size_t size = text.size();
+    if (limit) {
+      wait_for_room(begin + *limit);
+      size = std::min<size_t>(size, PIPE_BUF);  // there is room for that much
+    }
+    const ssize_t num_written = ::write(fd_, text.data(), size);
     if (num_written < 0 && errno == EINTR) continue;
     if (num_written < 0) throw_errno("stdout");
     text.remove_prefix(static_cast<size_t>(num_written));
+  }
+}
+
+void ProtocolOutput::wait_for_room(std::chrono::steady_clock::time_point deadline) const {
+  while (true) {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    pollfd room{fd_, POLLOUT, 0};
+    const int num_ready = poll(&room, 1, std::max(0, static_cast<int>(left.count())));
+    if (num_ready > 0) return;
+    if (num_ready == 0) throw std::runtime_error("stdout: its reader takes nothing");
+    if (errno != EINTR) throw_errno("stdout");
   }
 }
 

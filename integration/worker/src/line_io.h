@@ -1,8 +1,10 @@
 // File descriptors in lines: a thread that reads stdin, and a stdout that nothing else can write to.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string_view>
 #include <thread>
 
@@ -38,10 +40,12 @@ class ProtocolOutput {
   ProtocolOutput(const ProtocolOutput&) = delete;
   ProtocolOutput& operator=(const ProtocolOutput&) = delete;
 
-  // Throws std::runtime_error when the reader has gone.
-  void write(std::string_view text);
+  // Throws std::runtime_error when the reader has gone, or has not taken all of it within the limit.
+  void write(std::string_view text, std::optional<std::chrono::milliseconds> limit = std::nullopt);
 
  private:
+  void wait_for_room(std::chrono::steady_clock::time_point deadline) const;
+
   int fd_;
 };
 

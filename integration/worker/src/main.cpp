@@ -30,6 +30,7 @@ int report(const std::string& message, int exit_code) {
 
 // How long a step may take to end after a signal, before its requests are reported without it.
 constexpr std::chrono::milliseconds kStopGrace{1500};
+constexpr std::chrono::milliseconds kLastEventsLimit{150};  // for the engine to give them, and for the client to take them
 
 // Requests from stdin until its end or a signal, events to the output. The link of the model's ranks, where it has several.
 void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& model, ProtocolOutput& output,
@@ -53,6 +54,14 @@ void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& mo
       [&] { inbox.close(); });
   std::promise<void> ended;
   std::future<void> has_ended = ended.get_future();
+  // Whoever calls it ends the process then, whether or not a client hears of it.
+  const auto give_up = [&](const std::string& message) {
+    try {
+      output.write(engine.abandon(message, kLastEventsLimit), kLastEventsLimit);
+    } catch (const std::exception& error) {
+      report(error.what(), 1);
+    }
+  };
   struct HandlersEnd {  // before what they use is gone
     StopSignals& signals;
     RankLink* link;
@@ -62,13 +71,13 @@ void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& mo
     }
   };
   const HandlersEnd handlers_end{signals, link};
-  if (link != nullptr) link->set_on_stuck([&](const std::string& message) { engine.abandon(message); });
+  if (link != nullptr) link->set_on_stuck(give_up);
   signals.set_handler([&](int number) {
     const std::string message = "the worker was stopped by " + signal_name(number);
     engine.stop(message);
     inbox.close();
     if (has_ended.wait_for(kStopGrace) == std::future_status::ready) return;
-    engine.abandon(message);
+    give_up(message);
     std::fflush(nullptr);
     _exit(128 + number);
   });
