@@ -173,13 +173,14 @@ def test_a_rank_killed_under_pause(fragile: tuple[Path, str], start: Start, comm
     os.kill(follower(worker), signal.SIGKILL)
     for command in commands:
         send(worker, {"command": command})
+    send(worker, REQUEST | {"id": "next"})
     while worker.poll() is None:  # the input is still open
         assert time.monotonic() - begin < LIMIT
         time.sleep(0.01)
     events, errors = ends(worker, begin)
     message = "rank 1 is gone: killed by signal 9 (Killed)"
     assert f"error: {message}" in errors
-    assert failures(events) == {"r": [message]}
+    assert failures(events) == {"r": [message], "next": [message]}
 
 
 def test_a_rank_killed_at_rendezvous(llama: Path, start: Start) -> None:
@@ -268,7 +269,7 @@ def test_a_signal_while_a_stopped_rank_is_asked_for_its_stats(llama: Path, start
     assert time.monotonic() - begin < 2
     stdout, _ = worker.communicate(timeout=60)
     message = "the worker was stopped by SIGTERM"
-    assert failures([json.loads(line) for line in stdout.splitlines()])["r"] == [message]
+    assert failures([json.loads(line) for line in stdout.splitlines()]) == {"r": [message], "next": [message]}
 
 
 def test_the_leader_killed(llama: Path, start: Start) -> None:

@@ -110,6 +110,22 @@ def test_an_idle_worker_ends_at_once(start: Start) -> None:
     assert stop(worker, signal.SIGTERM) == []
 
 
+def test_a_step_that_goes_on_reports_what_waits_too(start_slow: Start) -> None:
+    worker = start_slow()
+    read_until(worker, lambda event: event.get("event") == "ready")
+    send(worker, LONG)
+    time.sleep(0.5)
+    send(worker, {"id": "next", "token_ids": [5], "max_tokens": 8}, {"id": "bad"})
+    time.sleep(0.2)
+    events = stop(worker, signal.SIGTERM)
+    assert [(event["id"], event["error"]["type"]) for event in events] == [
+        ("long", "internal"),
+        ("next", "internal"),
+        ("bad", "invalid_request"),
+    ]
+    assert [event["error"]["message"] for event in events[:2]] == ["the worker was stopped by SIGTERM"] * 2
+
+
 def test_a_step_that_goes_on_without_a_reader(start_slow: Start) -> None:
     worker = start_slow()
     read_until(worker, lambda event: event.get("event") == "ready")

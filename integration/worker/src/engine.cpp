@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -13,6 +14,10 @@ namespace {
 
 bool contains(const std::vector<int32_t>& ids, int32_t id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
+}
+
+std::string invalid_event(const InvalidLine& invalid, int64_t number) {
+  return error_event(invalid.id, number, kInvalidRequest, invalid.message);
 }
 
 }  // namespace
@@ -30,21 +35,25 @@ void Engine::run(Inbox& inbox) {
     serve(inbox);
   } catch (const RankFailure& failure) {
     const std::lock_guard lock(mutex_);
-    fail_everything(failure.what());
+    fail_everything(failure.what(), inbox);
     throw;
   }
 }
 
 void Engine::serve(Inbox& inbox) {
   while (!is_stopping_ && (has_work() || !inbox.is_at_end())) {
-    for (InputLine& line : inbox.take_all(/*wait=*/!has_work() || is_paused_)) handle(std::move(line));
+    if (!has_work() || is_paused_) inbox.wait();
+    {
+      const std::lock_guard lock(mutex_);
+      lines_ = inbox.take_all();
+    }
+    handle_lines();
     if (inbox.is_at_end()) is_paused_ = false;  // nobody is left who could resume
     if (has_work() && !is_paused_ && !is_stopping_) step();
   }
   if (!is_stopping_) return;
-  for (InputLine& line : inbox.take_all(/*wait=*/false)) handle(std::move(line));
   const std::lock_guard lock(mutex_);
-  fail_everything(stop_message_);
+  fail_everything(stop_message_, inbox);
 }
 
 void Engine::stop(std::string message) {
@@ -54,26 +63,38 @@ void Engine::stop(std::string message) {
   is_stopping_ = true;
 }
 
-std::string Engine::abandon(const std::string& message, std::chrono::milliseconds limit) {
+std::string Engine::abandon(const std::string& message, Inbox& inbox, std::chrono::milliseconds limit) {
   // Kept locked: whatever the engine's thread comes to, it is not heard.
-  return mutex_.try_lock_for(limit) ? last_events(message) : "";
+  return mutex_.try_lock_for(limit) ? last_events(message, inbox) : "";
 }
 
 void Engine::handle(InputLine line) {
-  std::string executor;
-  // Without the lock: ranks are asked, and may not answer.
-  if (std::holds_alternative<StatsCommand>(line.content)) executor = model_.stats_json();
-  const std::lock_guard lock(mutex_);
-  if (auto* request = std::get_if<Request>(&line.content)) {
-    accept(std::move(*request));
-  } else if (const auto* invalid = std::get_if<InvalidLine>(&line.content)) {
-    events_ += error_event(invalid->id, line.number, kInvalidRequest, invalid->message);
-  } else if (const auto* command = std::get_if<PauseCommand>(&line.content)) {
-    is_paused_ = command->pause;
-  } else {
-    events_ += stats(executor);
+  {
+    const std::lock_guard lock(mutex_);
+    lines_.push_back(std::move(line));
   }
-  write_(std::exchange(events_, {}));
+  handle_lines();
+}
+
+void Engine::handle_lines() {
+  std::unique_lock lock(mutex_);
+  while (!lines_.empty()) {
+    InputLine line = std::move(lines_.front());
+    lines_.pop_front();
+    if (auto* request = std::get_if<Request>(&line.content)) {
+      accept(std::move(*request));
+    } else if (const auto* invalid = std::get_if<InvalidLine>(&line.content)) {
+      events_ += invalid_event(*invalid, line.number);
+    } else if (const auto* command = std::get_if<PauseCommand>(&line.content)) {
+      is_paused_ = command->pause;
+    } else {
+      lock.unlock();  // ranks are asked, and may not answer
+      const std::string executor = model_.stats_json();
+      lock.lock();
+      events_ += stats(executor);
+    }
+    write_(std::exchange(events_, {}));
+  }
 }
 
 void Engine::accept(Request request) {
@@ -158,13 +179,22 @@ void Engine::fail(const Sequence& sequence, const std::string& message) {
   retire(sequence, /*has_failed=*/true);
 }
 
-void Engine::fail_everything(const std::string& message) { write_(last_events(message)); }
+void Engine::fail_everything(const std::string& message, Inbox& inbox) { write_(last_events(message, inbox)); }
 
-std::string Engine::last_events(const std::string& message) {
+std::string Engine::last_events(const std::string& message, Inbox& inbox) {
   std::string events;
   if (std::exchange(is_over_, true)) return events;
   for (const Sequence* sequence : scheduler_.all()) {
     events += error_event(sequence->request.id, sequence->request.line, kInternal, message);
+  }
+  std::deque<InputLine> lines = std::move(lines_);
+  std::ranges::move(inbox.take_all(), std::back_inserter(lines));
+  for (const InputLine& line : lines) {
+    if (const auto* request = std::get_if<Request>(&line.content)) {
+      events += error_event(request->id, line.number, kInternal, message);
+    } else if (const auto* invalid = std::get_if<InvalidLine>(&line.content)) {
+      events += invalid_event(*invalid, line.number);
+    }
   }
   return events;
 }

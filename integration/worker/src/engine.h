@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -32,17 +33,18 @@ class Engine {
 
   Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Write write, Log log);
 
-  // Until the inbox is at its end and everything in flight is finished. Throws RankFailure, after an error event for each
-  // request in flight, when the model can serve no more.
+  // Until the inbox is at its end and everything in flight is finished. Throws RankFailure, after an error event for
+  // each request in flight or still in the inbox, when the model can serve no more.
   void run(Inbox& inbox);
 
-  // From any thread, and at once whatever the engine does: `run` ends after the step that it is in, with an error event for every request in flight or still
-  // in the inbox. Wake the inbox afterwards.
+  // From any thread, and at once whatever the engine does: `run` ends after the step that it is in, with an error event
+  // for every request in flight or still in the inbox. Wake the inbox afterwards.
   void stop(std::string message);
 
-  // From any thread, for a step that does not end: those error events, to be written before the process is. Nothing when the
-  // engine does not come to an end of its own output within `limit`. It gives no event any more, and cannot be destroyed.
-  std::string abandon(const std::string& message, std::chrono::milliseconds limit);
+  // From any thread, for a step that does not end: those error events, for the caller to write before it ends the process.
+  // Empty when the engine's thread does not come out of its own writing within `limit`. The engine gives no event after
+  // them, and cannot be destroyed.
+  std::string abandon(const std::string& message, Inbox& inbox, std::chrono::milliseconds limit);
 
   void handle(InputLine line);
   void step();
@@ -50,11 +52,12 @@ class Engine {
 
  private:
   void serve(Inbox& inbox);
+  void handle_lines();
   void accept(Request request);
   std::vector<NextToken> compute(const std::vector<ScheduledSequence>& batch);
   void deliver(Sequence& sequence, const NextToken& token);
-  void fail_everything(const std::string& message);
-  std::string last_events(const std::string& message);
+  void fail_everything(const std::string& message, Inbox& inbox);
+  std::string last_events(const std::string& message, Inbox& inbox);
   void fail(const Sequence& sequence, const std::string& message);
   void retire(const Sequence& sequence, bool has_failed);
   std::string_view finish_reason(const Sequence& sequence) const;  // empty: it goes on
@@ -71,6 +74,7 @@ class Engine {
   bool is_over_ = false;  // every request has its error event
   // Guards what `abandon` reads, and the output, except while the model computes.
   std::timed_mutex mutex_;
+  std::deque<InputLine> lines_;  // out of the inbox and not handled yet
   std::string events_;  // of the current step or line, written together
 
   std::mutex stop_mutex_;

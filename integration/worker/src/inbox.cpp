@@ -20,9 +20,13 @@ void Inbox::close() {
   has_news_.notify_one();
 }
 
-std::deque<InputLine> Inbox::take_all(bool wait) {
+void Inbox::wait() {
   std::unique_lock lock(mutex_);
-  if (wait) has_news_.wait(lock, [this] { return !lines_.empty() || is_closed_; });
+  has_news_.wait(lock, [this] { return !lines_.empty() || is_closed_; });
+}
+
+std::deque<InputLine> Inbox::take_all() {
+  const std::lock_guard lock(mutex_);
   return std::exchange(lines_, {});
 }
 

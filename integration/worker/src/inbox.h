@@ -14,8 +14,8 @@ class Inbox {
   void put(InputLine line);
   void close();  // no more lines will come
 
-  // Everything that has come. Waits for a line or the end only when `wait` is true.
-  std::deque<InputLine> take_all(bool wait);
+  void wait();  // until there is a line or the end
+  std::deque<InputLine> take_all();  // everything that has come
 
   // Closed, and nothing is left to take.
   bool is_at_end() const;

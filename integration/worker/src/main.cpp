@@ -30,9 +30,9 @@ int report(const std::string& message, int exit_code) {
 
 // How long a step may take to end after a signal, before its requests are reported without it.
 constexpr std::chrono::milliseconds kStopGrace{1500};
-constexpr std::chrono::milliseconds kLastEventsLimit{150};  // for the engine to give them, and for the client to take them
+constexpr std::chrono::milliseconds kLastEventsLimit{150};  // for the engine to give them, then for the client's room
 
-// Requests from stdin until its end or a signal, events to the output. The link of the model's ranks, where it has several.
+// Requests from stdin until its end or a signal, events to the output. The link: of the model's ranks, if it has several.
 void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& model, ProtocolOutput& output,
            StopSignals& signals, RankLink* link = nullptr) {
   BlockManager blocks(facts.num_blocks, facts.block_size, options.enable_prefix_cache);
@@ -57,7 +57,7 @@ void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& mo
   // Whoever calls it ends the process then, whether or not a client hears of it.
   const auto give_up = [&](const std::string& message) {
     try {
-      output.write(engine.abandon(message, kLastEventsLimit), kLastEventsLimit);
+      output.write(engine.abandon(message, inbox, kLastEventsLimit), kLastEventsLimit);
     } catch (const std::exception& error) {
       report(error.what(), 1);
     }
