@@ -115,6 +115,18 @@ def test_contradictions_are_refused(ask: Ask, entry: Entry, message: str) -> Non
     assert ask("batch", {"block_size": 16, "entries": [entry]}) == {"error": message}
 
 
+@pytest.mark.parametrize(("last", "fits"), [(2**24 - 1, True), (2**24, False)])
+def test_kv_lengths_of_shared_pages_stay_within_int32(ask: Ask, last: int, fits: bool) -> None:
+    lengths = [2**24] * 127 + [last]
+    entries = [{"tokens": [1], "num_cached": n - 1, "blocks": [0], "wants_logits": True} for n in lengths]
+    built = ask("batch", {"block_size": 2**24, "entries": entries})
+    if fits:
+        assert built["metadata"]["kv_seq_lens_host"][-1] == 2**31 - 1
+    else:
+        message = "the KV lengths of 128 sequences sum to 2147483648; at most 2147483647 fit into int32"
+        assert built == {"error": message}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_greedy_takes_the_lowest_of_equal_logits_and_marks_nan(ask: Ask, dtype: str) -> None:
     rows = [[0, 3, 3, 1], [-1, -1, -1, -1], [0, None, 9, 1], [1, 2, 3, 4]]

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -49,14 +50,23 @@ void check_entry(const BatchEntry& entry, int64_t pages) {
   }
 }
 
+// The largest of the cumulative lengths. Shared pages count for every sequence, so the cache does not bound it.
+void check_total(int64_t total_kv, int64_t num_seqs) {
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  if (total_kv <= kLimit) return;
+  throw std::runtime_error("the KV lengths of " + std::to_string(num_seqs) + " sequences sum to " +
+                           std::to_string(total_kv) + "; at most " + std::to_string(kLimit) + " fit into int32");
+}
+
 Layout make_layout(std::span<const BatchEntry> entries, int64_t block_size) {
   Layout layout;
-  int64_t total_new = 0, total_pages = 0, total_logits = 0;
+  int64_t total_new = 0, total_pages = 0, total_logits = 0, total_kv = 0;
   for (const BatchEntry& entry : entries) {
     const int64_t pages = num_pages(entry, block_size);
     check_entry(entry, pages);
     total_new += num_new(entry);
     total_pages += pages;
+    total_kv += kv_len(entry);
     total_logits += entry.wants_logits ? 1 : 0;
     layout.max_query_len = std::max(layout.max_query_len, num_new(entry));
     layout.max_seq_len = std::max(layout.max_seq_len, kv_len(entry));
@@ -64,6 +74,7 @@ Layout make_layout(std::span<const BatchEntry> entries, int64_t block_size) {
     layout.is_prefill = layout.is_prefill && entry.num_cached == 0;
   }
   layout.is_prefill = layout.is_prefill && !layout.is_decode;
+  check_total(total_kv, std::ssize(entries));
 
   const int64_t num_seqs = std::ssize(entries);
   layout.tokens = layout.take(total_new);
