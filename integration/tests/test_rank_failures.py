@@ -21,7 +21,8 @@ LIMIT = 15.0
 REQUEST = {"id": "r", "token_ids": [5, 6], "max_tokens": 8, "ignore_eos": True}
 
 # A model that does as the token says, on rank 1 alone: 13 kills the process, 17 stops it, 19 raises there, 23 sleeps;
-# 21 raises on every rank. And it kills the process while it loads when DIE_IN_LOAD is set.
+# 21 raises on every rank. And it kills the process while it loads when DIE_IN_LOAD is set; with SLOW_LOAD, rank 3 loads
+# for ever and rank 0 somewhat longer than the others.
 PLUGIN = """
 import os
 import signal
@@ -34,6 +35,8 @@ class FragileForCausalLM(LlamaForCausalLM):
     def load_weights(self, *args, **options):
         if self.tp.rank == 1 and "DIE_IN_LOAD" in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
+        if "SLOW_LOAD" in os.environ:
+            time.sleep({0: 4, 3: 3600}.get(self.tp.rank, 0))
         super().load_weights(*args, **options)
 
     def forward(self, input_ids, positions):
@@ -197,6 +200,15 @@ def test_a_rank_killed_at_load(fragile: tuple[Path, str], start: Start) -> None:
     worker = start(*fragile, "--tp_size=2", env={"DIE_IN_LOAD": "1"})
     _, errors = ends(worker, begin)
     assert "error: rank 1 is gone: killed by signal 9 (Killed)" in errors
+
+
+def test_a_rank_that_does_not_load(fragile: tuple[Path, str], start: Start) -> None:
+    worker = start(*fragile, "--tp_size=4", "--tp_start_timeout=10", env={"SLOW_LOAD": "1"})
+    _, errors = worker.communicate(timeout=120)
+    assert worker.returncode == 1
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert lines
+    assert all(line.endswith("rank 3 did not load the model within 10 s") for line in lines), lines
 
 
 @pytest.mark.parametrize(

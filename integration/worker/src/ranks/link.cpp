@@ -117,13 +117,13 @@ bool RankLink::write(Peer& to, FrameType type, std::string_view payload) {
   return write_frame(to.socket, type, payload, options_.silence);
 }
 
-Frame RankLink::receive(int64_t from, std::optional<milliseconds> limit, std::string_view what) {
+Frame RankLink::receive(int64_t from, std::optional<Deadline> deadline, std::string_view what) {
   Peer& source = peer(from);
   std::unique_lock lock(mutex_);
   const auto has_news = [&] { return failure_ || !source.frames.empty(); };
-  if (limit) {
-    if (!has_news_.wait_for(lock, *limit, has_news)) {
-      throw RankFailure(rank_name(from) + " " + std::string(what) + " within " + seconds(*limit));
+  if (deadline) {
+    if (!has_news_.wait_until(lock, deadline->at, has_news)) {
+      throw RankFailure(rank_name(from) + " " + std::string(what) + " within " + seconds(deadline->limit));
     }
   } else {
     has_news_.wait(lock, has_news);

@@ -43,6 +43,14 @@ struct Frame {
 bool write_frame(const Socket& socket, FrameType type, std::string_view payload, std::chrono::milliseconds limit);
 std::optional<Frame> read_frame(const Socket& socket, std::chrono::milliseconds limit);
 
+// A limit that several waits may share.
+struct Deadline {
+  Deadline(std::chrono::milliseconds within) : limit(within), at(Clock::now() + within) {}
+
+  std::chrono::milliseconds limit;
+  Clock::time_point at;
+};
+
 struct LinkOptions {
   std::chrono::milliseconds silence{60000};  // without a sign of life, and of one step, until a rank is given up
   std::chrono::milliseconds grace{3000};     // from a failure until the process ends, whatever it is stuck in
@@ -63,10 +71,8 @@ class RankLink {
   // Throw RankFailure when the ranks cannot go on.
   void send(int64_t peer, FrameType type, std::string_view payload = {});
   void send_all(FrameType type, std::string_view payload = {});
-  // The peer's next frame. With a limit, `what` says what did not happen within it.
-  Frame receive(int64_t peer,
-                std::optional<std::chrono::milliseconds> limit = std::nullopt,
-                std::string_view what = {});
+  // The peer's next frame. With a deadline, `what` says what did not happen within its limit.
+  Frame receive(int64_t peer, std::optional<Deadline> deadline = std::nullopt, std::string_view what = {});
 
   // How many collectives this rank has come to, or nothing to ask any more. Called in the link's thread: it tells which
   // rank the others wait for.

@@ -34,14 +34,14 @@ double bytes_per_layer_and_step(const json& traffic) {
 
 void agree(RankGroup& ranks, const json& facts, std::chrono::milliseconds limit) {
   RankLink& link = ranks.link();
-  const std::string what = "did not load the model";
   if (link.rank() != 0) {
     link.send(0, FrameType::kFacts, facts.dump());
-    link.receive(0, limit, what);
+    link.receive(0);  // no limit of its own: this rank may have loaded long before rank 0
     return;
   }
+  const Deadline deadline(limit);
   for (int64_t rank = 1; rank < ranks.place().size; ++rank) {
-    const json other = json::parse(link.receive(rank, limit, what).payload);
+    const json other = json::parse(link.receive(rank, deadline, "did not load the model").payload);
     const std::string problem = describe_difference(facts, other, rank);
     if (problem.empty()) continue;
     link.abort(problem);
