@@ -90,6 +90,10 @@ def main(rank: int, files: list[Path]) -> None:
         all_gather_into(out, value(rank, call, size), 0, channels)
         expected = torch.cat([value(other, call, size) for other in range(len(files))])
         assert torch.equal(out, expected), (call, size)
+    odd_rows = [torch.arange(48).add(100 * other).bfloat16().view(16, 3) for other in range(len(files))]
+    out = torch.empty(len(files) * 16, 3, dtype=torch.bfloat16)
+    all_gather_into(out, odd_rows[rank], 0, channels)
+    assert torch.equal(out, torch.cat(odd_rows))
     for call, shape in enumerate(GATHERED_COLUMNS):
         parts = [value(other, call, shape[0] * shape[1]).view(shape) for other in range(len(files))]
         out = torch.empty(shape[0], len(files) * shape[1])

@@ -112,7 +112,8 @@ def all_gather_into(out: torch.Tensor, x: torch.Tensor, dim: int, channels: Chan
         channels.rank, channels.num_ranks, gather_flags_at(), NUM_PROGRAMS * GATHER_SPAN, GATHER_SPAN,
         GATHER_BLOCK // UNIT,
     )  # fmt: skip
-    tensors = (x.view(torch.int32), out.view(torch.int32), channels.addresses, channels.counts[-1])
+    words = (x.view(-1).view(torch.int32), out.view(-1).view(torch.int32))  # rows may be no whole words
+    tensors = (*words, channels.addresses, channels.counts[-1])
     grid = (-(-num_bytes // (num_rounds * GATHER_BLOCK)), 1, 1)
     num_units = num_bytes // UNIT
     row_units = num_units // x.shape[0] if dim == 1 else num_units
