@@ -175,6 +175,7 @@ BY_HAND = ["--tp_size=4", "--tp_rank=2", "--tp_port=5000", "--tp_host=near"]
         (["--tp_size=2"], {}, (0, 2, 0, "127.0.0.1:0", True, False)),
         (BY_HAND, {}, (2, 4, 2, "near:5000", False, False)),
         ([], TORCHRUN, (5, 8, 1, "far:29501", False, False)),
+        (["--tp_host=far", "--tp_port=29501"], TORCHRUN, (5, 8, 1, "far:29501", False, False)),
         (["--tp_size=8"], TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, (5, 8, 1, "far:29501", False, True)),
         (["--tp_size=2"], {"RANK": "5", "WORLD_SIZE": "8"}, (0, 2, 0, "127.0.0.1:0", True, False)),
     ],
@@ -200,6 +201,8 @@ def test_the_place_among_the_ranks(
         (["--tp_size=4"], TORCHRUN, "--tp_size=4 contradicts WORLD_SIZE=8 in the environment"),
         (["--tp_rank=4", "--tp_size=8"], TORCHRUN, "--tp_rank=4 contradicts RANK=5 in the environment"),
         (["--tp_port=4"], TORCHRUN, "--tp_port=4 contradicts MASTER_PORT=29501 in the environment"),
+        (["--tp_host=near"], TORCHRUN, "--tp_host=near contradicts MASTER_ADDR=far in the environment"),
+        (["--tp_host=127.0.0.1"], TORCHRUN, "--tp_host=127.0.0.1 contradicts MASTER_ADDR=far in the environment"),
         ([], TORCHRUN | {"RANK": "x"}, "RANK=x in the environment: expected a number of at least 0"),
     ],
 )

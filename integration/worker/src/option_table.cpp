@@ -87,7 +87,10 @@ std::vector<Option> make_table() {
        .help = "This process's rank, when each is started by hand; rank 0 serves the requests.",
        .unset = "0, or torchrun's RANK",
        .max = 1023},
-      {.name = "tp_host", .member = &O::tp_host, .help = "Where rank 0 is, and the ranks meet."},
+      {.name = "tp_host",
+       .member = &O::tp_host,
+       .help = "Where rank 0 is, and the ranks meet.",
+       .unset = "127.0.0.1, or torchrun's MASTER_ADDR"},
       {.name = "tp_port",
        .member = &O::tp_port,
        .help = "The port where the ranks meet.",
@@ -231,7 +234,7 @@ std::string Option::default_text() const {
   switch (type_of(*this)) {
     case Type::kString: {
       const std::string& text = defaults.*std::get<std::string WorkerOptions::*>(member);
-      return text.empty() ? "none" : text;
+      return !text.empty() ? text : unset.empty() ? "none" : std::string(unset);
     }
     case Type::kBool: return defaults.*std::get<bool WorkerOptions::*>(member) ? "true" : "false";
     default: break;

@@ -23,7 +23,7 @@ struct Option {
   std::string_view name;
   Member member;
   std::string_view help;
-  std::string_view unset = "";  // what happens when an optional value is not given
+  std::string_view unset = "";  // what happens when a value without a default is not given
   int64_t min = 0;
   int64_t max = std::numeric_limits<int64_t>::max();
   std::vector<std::string_view> choices = {};

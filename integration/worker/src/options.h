@@ -33,7 +33,7 @@ struct WorkerOptions {
   std::optional<int64_t> max_model_len;
   std::optional<int64_t> tp_size;
   std::optional<int64_t> tp_rank;
-  std::string tp_host = "127.0.0.1";
+  std::string tp_host;
   std::optional<int64_t> tp_port;
   std::string tp_backend = "auto";
   int64_t tp_start_timeout = 300;

@@ -30,6 +30,7 @@ std::optional<RankPlace> place_of_environment(const WorkerOptions& options, cons
   if (!rank || !size || !host || !port) return std::nullopt;
   if (options.tp_size) check_same("tp_size", std::to_string(*options.tp_size), "WORLD_SIZE", *size);
   if (options.tp_rank) check_same("tp_rank", std::to_string(*options.tp_rank), "RANK", *rank);
+  if (!options.tp_host.empty()) check_same("tp_host", options.tp_host, "MASTER_ADDR", *host);
   if (options.tp_port) check_same("tp_port", std::to_string(*options.tp_port), "MASTER_PORT", *port);
   RankPlace place;
   place.rank = read_number("RANK", *rank);
@@ -58,7 +59,7 @@ RankPlace resolve_place(const WorkerOptions& options, const Environment& environ
   } else {
     place.size = options.tp_size.value_or(1);
     place.rank = place.local_rank = options.tp_rank.value_or(0);
-    place.host = options.tp_host;
+    place.host = options.tp_host.empty() ? "127.0.0.1" : options.tp_host;
     place.port = options.tp_port.value_or(0);
     place.starts_others = place.size > 1 && !options.tp_rank;
     place.store_prefix = "xllm_worker/0";
