@@ -41,8 +41,8 @@ class Phase(Enum):
 class BackendCapabilities:
     """What a backend can do. None means no restriction.
 
-    A full graph's metadata has the fields that are always present, and None for optional ones: a backend that plans from
-    those leaves the phase out of `full_graph_phases`.
+    A full graph's metadata has the fields that are always present, and None for optional ones: a backend that plans
+    from those leaves the phase out of `full_graph_phases`.
     """
 
     full_graph_phases: frozenset[Phase] = frozenset()  # phases whose run() may be captured after plan(graph=True)
