@@ -239,6 +239,7 @@ Scenarios with_host(SmallHost& host, const std::string& argument) {
       {"steps", [=] { return steps(std::stoi(argument)); }},
       {"steps_and_shutdown", [=] { return steps(std::stoi(argument)), PythonRuntime::shutdown(), 0; }},
       {"steps_on_another_thread", [=] { return std::thread(steps, std::stoi(argument)).join(), 0; }},
+      {"steps_on_python_threads", [&] { return hosts::steps_on_python_threads(host); }},
       {"exit_from_main", [&] { return hosts::exit_in_mid_step(host, true); }},
       {"exit_from_thread", [&] { return hosts::exit_in_mid_step(host, false); }},
       {"execute_error", [&, steps] { return print_error([&] { (void)host.step(1 << 20); }) + steps(10); }},

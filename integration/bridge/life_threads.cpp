@@ -185,6 +185,26 @@ int shutdown_with_the_gil(SmallHost& host) {
   return 0;
 }
 
+int steps_on_python_threads(SmallHost& host) {
+  const pybind11::gil_scoped_acquire gil;
+  pybind11::dict globals;
+  globals["__builtins__"] = pybind11::module_::import("builtins");
+  globals["steps"] = pybind11::cpp_function([&host] {
+    const pybind11::gil_scoped_release released;
+    host.steps(20);
+  });
+  pybind11::exec(R"(
+import threading
+
+for _ in range(5):
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+)",
+                 globals);
+  return 0;
+}
+
 int exit_in_mid_destruction(const std::string& model_path) {
   auto host = std::make_unique<SmallHost>(model_path);
   {

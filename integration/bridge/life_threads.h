@@ -27,6 +27,9 @@ int shutdown_beside_steps(const std::string& model_path);
 // Prints what the other thread was told.
 int shutdown_with_the_gil(SmallHost& host);
 
+// Steps on threads that Python makes and ends, one after the other, which call the host without the GIL.
+int steps_on_python_threads(SmallHost& host);
+
 // Leaves the process while another thread destroys a host whose destruction takes a while and says on stderr when it is
 // done.
 int exit_in_mid_destruction(const std::string& model_path);

@@ -106,6 +106,10 @@ def test_steps_on_a_thread_that_python_has_never_seen(live: Live) -> None:
     check(live("steps_on_another_thread", 50))
 
 
+def test_steps_on_threads_that_python_makes_and_ends(live: Live) -> None:
+    assert check(live("steps_on_python_threads")).stderr == ""
+
+
 def test_threads_do_not_deadlock(live: Live) -> None:
     """A step under the host's lock, the GIL without the lock, the lock without the GIL, for a minute."""
     numbers = json.loads(check(live("threads", 60, timeout=90)).stdout)

@@ -14,8 +14,9 @@ namespace {
 class KeptThreadState {
  public:
   KeptThreadState() {
-    // A thread that holds the GIL has a state that somebody else keeps, and must still hold the GIL after this.
-    if (PyGILState_Check() == 0) {
+    // A state that the thread has already is somebody else's, who ends it before this destructor runs: Python's own
+    // threads do.
+    if (PyGILState_GetThisThreadState() == nullptr) {
       gil_ = PyGILState_Ensure();
       state_ = PyEval_SaveThread();
     }
