@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,7 +132,15 @@ def test_a_refused_step_leaves_the_executor_usable(model: CausalLM, make_caches:
             r"logits_indices is \[2\] float32; it must be \[n\] int32 or int64",
         ),
         ((TOKENS, POSITIONS, STEP, None, torch.zeros(4, 32)), "inputs_embeds is not served by this version"),
-        ((TOKENS[:3], POSITIONS[:3], STEP), "q has 3 rows; the planned step has 4 tokens"),
+        ((TOKENS[:3], POSITIONS[:3], STEP), "metadata.slot_mapping has 4 entries and tokens 3; they must be equal"),
+        (
+            (TOKENS, POSITIONS, build_attention_metadata([3], [3], [[1]], page_size=4)),
+            "metadata.slot_mapping has 3 entries and tokens 4; they must be equal",
+        ),
+        *(
+            ((TOKENS, POSITIONS, replace(STEP, **{name: None})), f"{name} is None; it must be a tensor in this step")
+            for name in ("slot_mapping", "kv_seq_lens_host", "paged_kv_last_page_len_host", "qo_indptr")
+        ),
     ],
 )
 def test_inputs_that_are_refused(
@@ -150,6 +159,28 @@ def test_validation_is_switched_by_config_and_environment(
     monkeypatch.setenv("XLLM_VALIDATE", "1")
     with pytest.raises(ValueError, match=r"paged_kv_indices\[1\] is 99"):
         make_executor(model, make_caches).execute(TOKENS, POSITIONS, wrong)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions", "metadata", "indices", "message"),
+    [
+        (TOKENS, POSITIONS + 1, STEP, None, r"positions\[0\] is 1; sequence 0, of KV length 3, has position 0 there"),
+        (TOKENS, POSITIONS, STEP, torch.tensor([4]), r"logits_indices\[0\] is 4; the step has rows 0 to 3"),
+        (TOKENS[:3], POSITIONS[:3], STEP, None, "slot_mapping has 4 entries; T is 3"),
+        (TOKENS, POSITIONS, replace(STEP, paged_kv_last_page_len_host=None), None, "paged_kv_last_page_len_host is"),
+    ],
+)
+def test_validation_covers_all_inputs_of_a_step(
+    model: CausalLM,
+    make_caches: Caches,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: Any,
+    indices: torch.Tensor | None,
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_executor(model, make_caches, validate=True).execute(tokens, positions, metadata, indices)
 
 
 def test_a_context_longer_than_the_model_is_refused(model: CausalLM) -> None:

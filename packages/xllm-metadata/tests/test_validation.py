@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_metadata import BuiltAttentionMetadata, build_attention_metadata, validate
+from xllm_metadata import FIELDS, BuiltAttentionMetadata, build_attention_metadata, check_present, validate
 
 PAGE_SIZE, NUM_BLOCKS = 4, 16
 MIXED = build_attention_metadata([3, 1], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE)
@@ -82,7 +82,8 @@ def test_legal_steps_are_accepted() -> None:
         (with_value("qo_indptr_host", 1, 2), r"qo_indptr_host\[1\] is 2; qo_indptr on the device has 3"),
         (replace(is_prefill=True), "is_prefill and is_chunked_prefill are both True"),
         (replace(is_prefill=True, is_chunked_prefill=False), "is_prefill: sequence 0 has 3 tokens of KV length 6"),
-        (replace(is_chunked_prefill=False), "qo_indptr gives sequence 0 3 tokens; a decode step has 1"),
+        (replace(is_chunked_prefill=False), r"qo_indptr is there, with shape \[3\]; in a decode step it must be None"),
+        (replace(is_chunked_prefill=False, qo_indptr=None), "qo_indptr_host is there, with .* it must be None"),
         (replace(is_prefill=1), "is_prefill is 1; it must be a bool"),
         (replace(max_query_len=2), "max_query_len is 2; the longest is 3"),
         (replace(max_seq_len=7), "max_seq_len is 7; the longest is 6"),
@@ -112,3 +113,50 @@ def test_a_decode_step_has_one_token_a_sequence() -> None:
     step = dataclasses.replace(DECODE, slot_mapping=torch.tensor([9, 12, 13], dtype=torch.int32))
     with pytest.raises(ValueError, match="a decode step has one token a sequence: 3 tokens, 2 sequences"):
         check(step, num_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"positions": [3, 4, 5, 0]}, r"positions\[3\] is 0; sequence 1, of KV length 5, has position 4 there"),
+        ({"positions": [3, 4, 5]}, "positions has 3 entries; T is 4"),
+        ({"logits_indices": [2, 4]}, r"logits_indices\[1\] is 4; the step has rows 0 to 3"),
+        ({"logits_indices": [-1]}, r"logits_indices\[0\] is -1; the step has rows 0 to 3"),
+    ],
+)
+def test_inputs_beside_the_metadata_are_checked(inputs: dict[str, list[int]], message: str) -> None:
+    limits = {"num_tokens": 4, "num_seqs": 2, "num_blocks": NUM_BLOCKS, "page_size": PAGE_SIZE}
+    legal = {"positions": [3, 4, 5, 4], "logits_indices": [2, 3]}
+    validate(MIXED, **limits, **{name: torch.tensor(values) for name, values in legal.items()})
+    with pytest.raises(ValueError, match=message):
+        validate(MIXED, **limits, **{name: torch.tensor(values) for name, values in inputs.items()})
+
+
+def test_padding_has_position_0() -> None:
+    """An empty decode row, and rows of T beyond the last sequence's tokens."""
+    empty = dataclasses.replace(
+        build_attention_metadata([0, 1], [0, 5], [[], [9, 3]], PAGE_SIZE),
+        slot_mapping=torch.tensor([-1, 12], dtype=torch.int32),
+        max_query_len=1,
+        is_chunked_prefill=False,
+        qo_indptr=None,
+        qo_indptr_host=None,
+    )
+    padded = dataclasses.replace(MIXED, slot_mapping=torch.cat([MIXED.slot_mapping, torch.tensor([-1]).int()]))
+    for step, positions, row in ((empty, [0, 4], 0), (padded, [3, 4, 5, 4, 0], 4)):
+        limits = {"num_tokens": len(positions), "num_seqs": 2, "num_blocks": NUM_BLOCKS, "page_size": PAGE_SIZE}
+        validate(step, **limits, positions=torch.tensor(positions))
+        positions[row] = 7
+        with pytest.raises(ValueError, match=rf"positions\[{row}\] is 7; a padded row has position 0"):
+            validate(step, **limits, positions=torch.tensor(positions))
+
+
+@pytest.mark.parametrize("step", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_what_must_be_there_is_named_without_reading_it(step: BuiltAttentionMetadata) -> None:
+    check_present(step)
+    for field in FIELDS:
+        value = getattr(step, field.name)
+        if isinstance(value, torch.Tensor):
+            lacking = dataclasses.replace(step, **{field.name: None})
+            with pytest.raises(ValueError, match=f"{field.name} is None; it must be a tensor in this step"):
+                check_present(lacking)

@@ -20,6 +20,7 @@ from xllm_metadata import (
     LayerCache,
     StaticAttentionMetadata,
     build_attention_metadata,
+    check_present,
     validate,
 )
 from xllm_models import CausalLM
@@ -156,7 +157,8 @@ class ModelExecutor:
 
         Raises:
             RuntimeError: no cache is bound, the executor was shut down, or `eager_is_error` forbids the step.
-            ValueError: an argument of a wrong shape or dtype, or a step beyond the limits. The executor stays usable.
+            ValueError: an argument of a wrong shape or dtype, an absent field, metadata of another number of tokens, or
+                a step beyond the limits. The executor stays usable.
         """
         self._live()
         if self._runners is None or self._num_blocks is None:
@@ -164,7 +166,7 @@ class ModelExecutor:
         if inputs_embeds is not None:
             raise ValueError("inputs_embeds is not served by this version; pass token ids")
         self._check_inputs(tokens, positions, logits_indices)
-        self._check_limits(tokens, metadata)
+        check_present(metadata)
         if self._validate:
             validate(
                 metadata,
@@ -172,7 +174,10 @@ class ModelExecutor:
                 num_seqs=metadata.paged_kv_last_page_len_host.shape[0],
                 num_blocks=self._num_blocks,
                 page_size=self._page_size,
+                positions=positions,
+                logits_indices=logits_indices,
             )
+        self._check_limits(tokens, metadata)
         return self._runners.execute(tokens, positions, metadata, logits_indices)
 
     @property
@@ -243,6 +248,11 @@ class ModelExecutor:
         if num_seqs > self._max_num_seqs:
             raise ValueError(f"number of sequences {num_seqs} exceeds max_seqs_per_batch {self._max_num_seqs}")
         num_tokens, limit = tokens.shape[0], self.config.max_tokens_per_batch
+        num_slots = metadata.slot_mapping.shape[0]
+        if num_slots != num_tokens:
+            raise ValueError(
+                f"metadata.slot_mapping has {num_slots} entries and tokens {num_tokens}; they must be equal"
+            )
         if num_tokens > limit:
             raise ValueError(f"number of tokens {num_tokens} exceeds max_tokens_per_batch {limit}")
 

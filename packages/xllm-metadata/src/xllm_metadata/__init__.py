@@ -10,7 +10,7 @@ from .fields import FIELDS
 from .paths import get_cmake_dir, get_include
 from .protocol import AttentionMetadata
 from .static import StaticAttentionMetadata
-from .validation import validate
+from .validation import check_present, validate
 from .version import CONTRACT_VERSION, check_contract
 from .vocabulary import Field, Kind, Padding, When, Where
 
@@ -28,6 +28,7 @@ __all__ = [
     "Where",
     "build_attention_metadata",
     "check_contract",
+    "check_present",
     "get_cmake_dir",
     "get_include",
     "validate",

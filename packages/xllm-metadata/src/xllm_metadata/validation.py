@@ -1,6 +1,7 @@
-"""`validate`: checks one step's metadata against everything the contract promises.
+"""Checks one step against what the contract promises.
 
-For tests and for debugging a host; it reads device tensors back, so a production step does not call it.
+`validate` checks everything, for tests and for debugging a host: it reads device tensors back, so a production step
+does not call it. `check_present` reads no tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +21,34 @@ _MIRRORS = {
     "qo_indptr_host": "qo_indptr",
 }
 _INDPTRS = ("paged_kv_indptr", "kv_cu_seq_lens", "qo_indptr")
+_ALWAYS = tuple(field.name for field in FIELDS if field.when is When.ALWAYS)
+_UNLESS_DECODE = tuple(field.name for field in FIELDS if field.when is When.UNLESS_DECODE)
 _DTYPES = {Kind.TENSOR_INT32: torch.int32, Kind.TENSOR_BOOL: torch.bool}
 
 
-def validate(metadata: AttentionMetadata, *, num_tokens: int, num_seqs: int, num_blocks: int, page_size: int) -> None:
-    """Checks the metadata of a step.
+def check_present(metadata: AttentionMetadata) -> None:
+    """Checks that the fields which a step must have are there, whatever they hold.
+
+    Raises:
+        ValueError: names the first that is None.
+    """
+    decode = not (metadata.is_prefill or metadata.is_chunked_prefill)
+    for name in _ALWAYS if decode else _ALWAYS + _UNLESS_DECODE:
+        if getattr(metadata, name) is None:
+            raise ValueError(f"{name} is None; it must be a tensor in this step")
+
+
+def validate(
+    metadata: AttentionMetadata,
+    *,
+    num_tokens: int,
+    num_seqs: int,
+    num_blocks: int,
+    page_size: int,
+    positions: torch.Tensor | None = None,
+    logits_indices: torch.Tensor | None = None,
+) -> None:
+    """Checks the metadata of a step, and what goes beside it where that is given.
 
     Args:
         metadata: what to check.
@@ -32,11 +56,14 @@ def validate(metadata: AttentionMetadata, *, num_tokens: int, num_seqs: int, num
         num_seqs: B.
         num_blocks: pages in the KV cache.
         page_size: tokens a page.
+        positions: [T], of the step's tokens.
+        logits_indices: [n], rows of the step.
 
     Raises:
         ValueError: names the field, its value and the limit.
     """
     decode = _check_flags(metadata)
+    check_present(metadata)
     for field in FIELDS:
         _check_field(field, metadata, {"T": num_tokens, "B": num_seqs}, decode)
     values = {
@@ -58,6 +85,11 @@ def validate(metadata: AttentionMetadata, *, num_tokens: int, num_seqs: int, num
     _check_lengths(metadata, values, q_lens, decode)
     _check_slots(values, q_lens, page_size, num_blocks)
     _check_optional(metadata, values, q_lens)
+    if positions is not None:
+        _check_positions(positions.tolist(), values, q_lens, num_tokens)
+    for i, row in enumerate([] if logits_indices is None else logits_indices.tolist()):
+        if not 0 <= row < num_tokens:
+            raise ValueError(f"logits_indices[{i}] is {row}; the step has rows 0 to {num_tokens - 1}")
 
 
 def _check_flags(metadata: AttentionMetadata) -> bool:
@@ -76,9 +108,9 @@ def _check_field(field: Field, metadata: AttentionMetadata, sizes: dict[str, int
             raise ValueError(f"{field.name} is {value!r}; it must be an int of at least 0")
         return
     if value is None:
-        if field.when is When.ALWAYS or (field.when is When.UNLESS_DECODE and not decode):
-            raise ValueError(f"{field.name} is None; it must be a tensor in this step")
         return
+    if decode and field.when is When.UNLESS_DECODE:
+        raise ValueError(f"{field.name} is there, with shape {list(value.shape)}; in a decode step it must be None")
     if value.dtype is not _DTYPES[field.kind]:
         raise ValueError(f"{field.name} has dtype {value.dtype}; it must be {_DTYPES[field.kind]}")
     expected = torch.device("cpu") if field.where is Where.HOST else metadata.slot_mapping.device
@@ -119,8 +151,6 @@ def _check_lengths(metadata: AttentionMetadata, values: dict[str, list[int]], q_
         empty_row = decode and kv_len == 0
         if q_len > kv_len and not empty_row:
             raise ValueError(f"qo_indptr gives sequence {i} {q_len} tokens; its KV length is {kv_len}")
-        if decode and q_len != 1:
-            raise ValueError(f"qo_indptr gives sequence {i} {q_len} tokens; a decode step has 1")
         if metadata.is_prefill and q_len != kv_len:
             raise ValueError(f"is_prefill: sequence {i} has {q_len} tokens of KV length {kv_len}; they must be equal")
     for name, lens in (("max_query_len", q_lens), ("max_seq_len", kv_lens)):
@@ -192,3 +222,22 @@ def _check_optional(metadata: AttentionMetadata, values: dict[str, list[int]], q
             pages = indices[indptr[i] : indptr[i + 1]]
             if row[: len(pages)] != pages:
                 raise ValueError(f"block_table[{i}] is {row}; paged_kv_indices has {pages}")
+
+
+def _check_positions(positions: list[int], values: dict[str, list[int]], q_lens: list[int], num_tokens: int) -> None:
+    if len(positions) != num_tokens:
+        raise ValueError(f"positions has {len(positions)} entries; T is {num_tokens}")
+    kv_lens = [high - low for low, high in pairwise(values["kv_cu_seq_lens"])]
+    expected = [
+        (i, position)
+        for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True))
+        for position in range(kv_len - q_len, kv_len)
+    ]
+    for t, position in enumerate(positions):
+        i, right = expected[t] if t < len(expected) else (-1, -1)
+        if right < 0 and position != 0:
+            raise ValueError(f"positions[{t}] is {position}; a padded row has position 0")
+        if right >= 0 and position != right:
+            raise ValueError(
+                f"positions[{t}] is {position}; sequence {i}, of KV length {kv_lens[i]}, has position {right} there"
+            )
