@@ -183,9 +183,28 @@ def test_validation_covers_all_inputs_of_a_step(
         make_executor(model, make_caches, validate=True).execute(tokens, positions, metadata, indices)
 
 
-def test_a_context_longer_than_the_model_is_refused(model: CausalLM) -> None:
-    with pytest.raises(ValueError, match="max_model_len 129 exceeds the model's max_position_embeddings 128"):
-        ModelExecutor(model, {"max_model_len": 129}, 8)
+def test_a_context_longer_than_the_model_is_refused(small_model: CausalLM) -> None:
+    with pytest.raises(ValueError, match="max_model_len 129 exceeds the model's 128 positions"):
+        ModelExecutor(small_model, {"max_model_len": 129}, 8)
+    short = type(small_model)(replace(small_model.config, max_model_len=16))
+    with pytest.raises(ValueError, match="max_model_len 17 exceeds the model's 16 positions"):
+        ModelExecutor(short, {"max_model_len": 17}, 8)
+
+
+def test_the_context_is_what_the_model_was_made_for(small_model: CausalLM, make_caches: Caches) -> None:
+    """Its rotary tables end there, and a step beyond them would read what lies behind."""
+    executor = make_executor(type(small_model)(replace(small_model.config, max_model_len=16)), make_caches)
+    step = build_attention_metadata([1], [17], [[1, 2, 3, 4, 5]], page_size=4)
+    with pytest.raises(ValueError, match="max_seq_len 17 exceeds max_model_len 16"):
+        executor.execute(TOKENS[:1], torch.tensor([16], dtype=torch.int32), step)
+
+
+def test_positions_that_the_rope_adds_may_be_asked_for(small_model: CausalLM) -> None:
+    rope = replace(small_model.config.rope, rope_type="dynamic", factor=2.0, original_max_position_embeddings=128)
+    longer = type(small_model)(replace(small_model.config, rope=rope))
+    ModelExecutor(longer, {"max_model_len": 256}, 8)
+    with pytest.raises(ValueError, match="max_model_len 257 exceeds the model's 256 positions"):
+        ModelExecutor(longer, {"max_model_len": 257}, 8)
 
 
 def test_an_fp8_cache_is_refused(model: CausalLM, make_caches: Caches) -> None:

@@ -33,7 +33,8 @@ class ExecutorConfig:
         attention_backend: one of `xllm_attention.available_backends()`, a choice per phase such as
             "decode=triton,prefill=flashinfer", or `auto`: the best for each step.
         max_tokens_per_batch: tokens of one step at most.
-        max_model_len: KV length of a sequence at most; 0 takes the model's max_position_embeddings.
+        max_model_len: KV length of a sequence at most; 0 takes that which the model was made for, or else its
+            max_position_embeddings.
         validate: check every step's metadata against the contract. Reads device tensors back: for debugging.
             The environment variable XLLM_VALIDATE=1 does the same.
     """

@@ -58,12 +58,12 @@ class ModelExecutor:
         if not isinstance(config, ExecutorConfig):
             config = ExecutorConfig.from_mapping(config)
         self.config = config
-        self._max_model_len = config.max_model_len or model.config.max_position_embeddings
-        if self._max_model_len > model.config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len {self._max_model_len} exceeds the model's max_position_embeddings "
-                f"{model.config.max_position_embeddings}"
-            )
+        num_positions = model.config.num_positions
+        if config.max_model_len > num_positions:
+            raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {num_positions} positions")
+        # More than max_position_embeddings, which some ropes allow, is served where it is asked for.
+        served = model.config.max_model_len or model.config.max_position_embeddings
+        self._max_model_len = config.max_model_len or min(served, num_positions)
         if max_seqs_per_batch < 1:
             raise ValueError(f"max_seqs_per_batch is {max_seqs_per_batch}; it must be at least 1")
         self._device = model.device
