@@ -204,6 +204,32 @@ def test_mirrors_that_are_present_stay(ask: Ask) -> None:
             "qo_indptr_host is absent; in a chunked step no other field determines it",
         ),
         ({"kv_seq_lens_host": [[0, 3]], "page_size": 4}, "kv_seq_lens_host must be a contiguous int32 tensor [B + 1]"),
+        (
+            {"kv_seq_lens_host": [6, 5], "page_size": 4},
+            "kv_seq_lens_host[0] is 6; it must be 0: lengths are cumulative",
+        ),
+        (
+            {"kv_seq_lens_host": [0, 5, 3, 9], "page_size": 4},
+            "kv_seq_lens_host[2] is 3; kv_seq_lens_host[1] is 5, and it must not fall below that",
+        ),
+        (
+            {"kv_seq_lens_host": [0], "qo_indptr_host": [0, 1], "is_chunked_prefill": True, "page_size": 4},
+            "qo_indptr_host has 2 entries; B + 1 is 1 in kv_seq_lens_host",
+        ),
+        (
+            {"kv_seq_lens_host": [0, 9], "qo_indptr_host": [0], "is_chunked_prefill": True, "page_size": 4},
+            "qo_indptr_host has 1 entries; B + 1 is 2 in kv_seq_lens_host",
+        ),
+        (
+            {
+                "kv_seq_lens_host": [0, 9, 12],
+                "qo_indptr_host": [0, 4, 1],
+                "is_chunked_prefill": True,
+                "max_query_len": 4,
+                "page_size": 4,
+            },
+            "qo_indptr_host[2] is 1; qo_indptr_host[1] is 4, and it must not fall below that",
+        ),
     ],
 )
 def test_mirrors_that_cannot_be_completed_are_named(error_of: Ask, value: Any, error: str) -> None:

@@ -20,11 +20,27 @@ inline at::Tensor host_int32(int64_t size, bool pinned) {
   return at::empty({size}, at::TensorOptions().dtype(at::kInt).pinned_memory(pinned));
 }
 
+inline std::string element(const char* name, const int32_t* values, int64_t i) {
+  return std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(values[i]);
+}
+
+// One that begins with 0 and never falls.
 inline void check_host_indptr(const at::Tensor& tensor, const char* name) {
   if (!tensor.is_cpu() || tensor.scalar_type() != at::kInt || tensor.dim() != 1 || !tensor.is_contiguous() ||
       tensor.numel() < 1) {
     throw std::invalid_argument(std::string("complete_host_mirrors: ") + name +
                                 " must be a contiguous int32 tensor [B + 1] on the host");
+  }
+  const auto* values = tensor.const_data_ptr<int32_t>();
+  if (values[0] != 0) {
+    throw std::invalid_argument("complete_host_mirrors: " + element(name, values, 0) +
+                                "; it must be 0: lengths are cumulative");
+  }
+  for (int64_t i = 1; i < tensor.numel(); ++i) {
+    if (values[i] < values[i - 1]) {
+      throw std::invalid_argument("complete_host_mirrors: " + element(name, values, i) + "; " +
+                                  element(name, values, i - 1) + ", and it must not fall below that");
+    }
   }
 }
 
@@ -34,8 +50,9 @@ inline void check_host_indptr(const at::Tensor& tensor, const char* name) {
 // paged_kv_last_page_len_host, qo_indptr_host (in a prefill step, where queries and keys are the same tokens),
 // max_query_len and max_seq_len. Fields that are present are left as they are. Copies nothing from a device; new mirrors
 // are pinned when slot_mapping is on a CUDA device.
-// Throws std::invalid_argument when kv_seq_lens_host is absent or malformed, page_size is below 1, or a chunked step has
-// no qo_indptr_host, which nothing else determines.
+// Throws std::invalid_argument when kv_seq_lens_host is absent, page_size is below 1, a chunked step has no
+// qo_indptr_host, which nothing else determines, or one of the two is malformed: it must begin with 0 and never fall, and
+// both must have B + 1 entries.
 inline void complete_host_mirrors(AttentionMetadata& metadata, int64_t page_size) {
   if (page_size < 1) {
     throw std::invalid_argument("complete_host_mirrors: page_size is " + std::to_string(page_size) +
@@ -52,6 +69,15 @@ inline void complete_host_mirrors(AttentionMetadata& metadata, int64_t page_size
           "complete_host_mirrors: qo_indptr_host is absent; in a chunked step no other field determines it");
     }
     metadata.qo_indptr_host(metadata.kv_seq_lens_host());
+  }
+
+  if (metadata.qo_indptr_host().has_value()) {
+    detail::check_host_indptr(*metadata.qo_indptr_host(), "qo_indptr_host");
+    if (metadata.qo_indptr_host()->numel() != metadata.kv_seq_lens_host().numel()) {
+      throw std::invalid_argument("complete_host_mirrors: qo_indptr_host has " +
+                                  std::to_string(metadata.qo_indptr_host()->numel()) + " entries; B + 1 is " +
+                                  std::to_string(metadata.kv_seq_lens_host().numel()) + " in kv_seq_lens_host");
+    }
   }
 
   const int64_t num_seqs = metadata.kv_seq_lens_host().numel() - 1;
@@ -89,7 +115,6 @@ inline void complete_host_mirrors(AttentionMetadata& metadata, int64_t page_size
     if (decode) {
       metadata.max_query_len(num_seqs > 0 ? 1 : 0);
     } else {
-      detail::check_host_indptr(*metadata.qo_indptr_host(), "qo_indptr_host");
       metadata.max_query_len(longest(metadata.qo_indptr_host()->const_data_ptr<int32_t>()));
     }
   }
