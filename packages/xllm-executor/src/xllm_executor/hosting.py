@@ -7,13 +7,14 @@ Python host needs none of it.
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import resource
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -33,13 +34,17 @@ class _SinkHandler(logging.Handler):
         self._sink = sink
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._sink(record.levelno, record.name, self.format(record))
+        try:
+            self._sink(record.levelno, record.name, self.format(record))
+        except Exception:  # noqa: BLE001  as every handler does: a bad record must not fail the code that logs it
+            self.handleError(record)
 
 
-class _SinkStream:
-    """A text stream whose lines go to the host."""
+class _SinkStream(io.TextIOBase):
+    """A text stream whose lines go to the host. It has no file descriptor and no buffer of bytes."""
 
     encoding = "utf-8"
+    errors = "backslashreplace"
 
     def __init__(self, sink: LogSink, level: int, name: str) -> None:
         self._sink = sink
@@ -69,14 +74,26 @@ def redirect_output(sink: LogSink | None) -> None:
 
     stdout is the host's: nothing that Python prints goes there.
     """
+    out, err = (sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)
     if sink is None:
+        for _, writer in _stream_handlers(out):
+            writer.setStream(sys.stderr)
         sys.stdout = sys.stderr
         return
-    root = logging.getLogger()
-    root.addHandler(_SinkHandler(sink))
+
+    def send(level: int, name: str, text: str) -> None:
+        sink(level, _encodable(name), _encodable(text))
+
+    handler = _SinkHandler(send)
+    logging.getLogger().addHandler(handler)
+    # Libraries that were imported before have handlers with the streams of then; torch's loggers do not propagate.
+    for logger, writer in _stream_handlers((*out, *err)):
+        logger.removeHandler(writer)
+        if not _reaches(logger, handler):
+            logger.addHandler(handler)
     logging.captureWarnings(True)
-    sys.stdout = _as_text_stream(_SinkStream(sink, logging.INFO, "stdout"))
-    sys.stderr = _as_text_stream(_SinkStream(sink, logging.WARNING, "stderr"))
+    sys.stdout = cast(TextIO, _SinkStream(send, logging.INFO, "stdout"))
+    sys.stderr = cast(TextIO, _SinkStream(send, logging.WARNING, "stderr"))
 
 
 def register_executor(executor: Any) -> None:
@@ -85,13 +102,21 @@ def register_executor(executor: Any) -> None:
 
 
 def shut_down() -> None:
-    """Frees what Python holds, in the order that devices need: graphs, then process groups, then objects."""
-    for executor in list(_EXECUTORS):
-        executor.shutdown()
-    tensor_parallel.leave()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    """Frees what Python holds, in the order that devices need: graphs, then process groups, then objects.
+
+    What fails does not keep the rest from being freed; the first error is raised at the end, with the others as notes.
+    """
+    errors: list[Exception] = []
+    for end in (*(executor.shutdown for executor in list(_EXECUTORS)), tensor_parallel.leave, _destroy_groups):
+        try:
+            end()
+        except Exception as error:  # noqa: BLE001  whatever it is, it is raised below
+            errors.append(error)
     gc.collect()
+    if errors:
+        for later in errors[1:]:
+            errors[0].add_note(f"then: {type(later).__name__}: {later}")
+        raise errors[0]
 
 
 def metrics(stats: Mapping[str, Any]) -> dict[str, float]:
@@ -123,8 +148,33 @@ def _resident_bytes() -> int:
     return int(fields[1]) * resource.getpagesize()
 
 
-def _as_text_stream(stream: _SinkStream) -> TextIO:
-    """print and tqdm use write, flush, isatty and encoding of a stream, and nothing else."""
-    text: Any = stream
-    result: TextIO = text
-    return result
+def _destroy_groups() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _stream_handlers(
+    streams: Sequence[TextIO | None],
+) -> list[tuple[logging.Logger, logging.StreamHandler[TextIO]]]:
+    """The handlers that write to one of the streams, with their loggers, parents before children."""
+    named = [logger for _, logger in sorted(logging.root.manager.loggerDict.items())]
+    return [
+        (logger, handler)
+        for logger in (logging.root, *named)
+        if isinstance(logger, logging.Logger)  # not a placeholder
+        for handler in logger.handlers
+        if isinstance(handler, logging.StreamHandler) and any(handler.stream is stream for stream in streams)
+    ]
+
+
+def _reaches(logger: logging.Logger | None, handler: logging.Handler) -> bool:
+    """Whether the logger's records come to the handler."""
+    while logger is not None:
+        if handler in logger.handlers:
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
