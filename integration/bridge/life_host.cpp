@@ -213,6 +213,19 @@ int join_and_shut_down(const std::string& model_path, const std::string& executa
   return hosts::shutdown_with_the_gil(host);
 }
 
+int join_twice(const std::string& executable) {
+  initialize_python(executable);
+  return hosts::beside_another_thread([&] { PythonRuntime::start({.executable = executable}); });
+}
+
+int join_and_shut_down_twice(const std::string& model_path, const std::string& executable) {
+  initialize_python(executable);
+  PythonRuntime::start({.executable = executable});
+  SmallHost host(model_path);
+  host.steps(3);
+  return hosts::beside_another_thread([] { PythonRuntime::shutdown(); });
+}
+
 using Scenarios = std::map<std::string, std::function<int()>>;
 
 // What needs no model, or makes its own.
@@ -260,6 +273,12 @@ int run(const std::string& model_path, const std::string& executable, const std:
   }
   if (scenario == "join_and_shut_down") {
     return join_and_shut_down(model_path, executable);
+  }
+  if (scenario == "join_twice") {
+    return join_twice(executable);
+  }
+  if (scenario == "join_and_shut_down_twice") {
+    return join_and_shut_down_twice(model_path, executable);
   }
   const auto handlers = signal_handlers();
   PythonRuntime::start(

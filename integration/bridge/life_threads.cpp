@@ -185,6 +185,22 @@ int shutdown_with_the_gil(SmallHost& host) {
   return 0;
 }
 
+int beside_another_thread(const std::function<void()>& call) {
+  const auto make = [&] {
+    try {
+      call();
+    } catch (const std::runtime_error& error) {
+      std::printf("%s\n", error.what());
+    }
+  };
+  std::thread other(make);
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  make();
+  const pybind11::gil_scoped_release released;
+  other.join();
+  return 0;
+}
+
 int steps_on_python_threads(SmallHost& host) {
   const pybind11::gil_scoped_acquire gil;
   pybind11::dict globals;

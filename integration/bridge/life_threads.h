@@ -1,6 +1,7 @@
 // The life host's scenarios with threads of its own. Each returns the exit code.
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include "small_host.h"
@@ -26,6 +27,10 @@ int shutdown_beside_steps(const std::string& model_path);
 // Steps on another thread while this one, which holds the GIL as a host that runs Python itself may, shuts Python down.
 // Prints what the other thread was told.
 int shutdown_with_the_gil(SmallHost& host);
+
+// Makes a call on this thread, which holds the GIL, and on another one without it, which comes first and needs the GIL to
+// get on. Prints what they were told.
+int beside_another_thread(const std::function<void()>& call);
 
 // Steps on threads that Python makes and ends, one after the other, which call the host without the GIL.
 int steps_on_python_threads(SmallHost& host);

@@ -102,6 +102,12 @@ def test_shutdown_by_a_host_that_holds_the_gil(live: Live) -> None:
     assert result.stdout.splitlines() == ["Python was shut down by PythonRuntime::shutdown"]
 
 
+def test_start_and_shutdown_by_two_threads_of_which_one_holds_the_gil(live: Live) -> None:
+    (refusal,) = check(live("join_twice", timeout=60)).stdout.splitlines()
+    assert refusal.startswith("Python was started before: one interpreter per process")
+    assert check(live("join_and_shut_down_twice", timeout=60)).stdout == ""
+
+
 def test_steps_on_a_thread_that_python_has_never_seen(live: Live) -> None:
     check(live("steps_on_another_thread", 50))
 

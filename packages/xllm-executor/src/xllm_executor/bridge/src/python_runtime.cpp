@@ -82,6 +82,23 @@ void make_libpython_global() {
   }
 }
 
+// Without the GIL as long as it lives, where the caller holds it: a lock that another thread has must not be waited for
+// with it, since that thread needs the GIL too.
+class ReleasedGil {
+ public:
+  ReleasedGil() : state_(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
+  ~ReleasedGil() {
+    if (state_ != nullptr) {
+      PyEval_RestoreThread(state_);
+    }
+  }
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // Puts back what the process did on each signal when the object was made. Importing Python's signal module takes SIGINT
 // over, whatever the configuration says; signals are the host's.
 class KeepSignals {
@@ -181,6 +198,7 @@ void import_packages(const PythonOptions& options) {
 }  // namespace
 
 PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
+  const ReleasedGil released;
   const std::lock_guard lock(g_start_mutex);
   if (g_runtime.load() != nullptr) {
     throw std::runtime_error("Python was started before: one interpreter per process, with " +
@@ -224,17 +242,10 @@ PythonRuntime& PythonRuntime::get() {
 }
 
 void PythonRuntime::shutdown() {
+  const ReleasedGil released;  // the calls to wait for need it too
   const std::lock_guard lock(g_start_mutex);
-  {
-    // A host that runs Python itself may hold the GIL here, which the calls to wait for need.
-    const bool holds_gil = is_alive() && PyGILState_Check() != 0;
-    std::optional<py::gil_scoped_release> released;
-    if (holds_gil) {
-      released.emplace();
-    }
-    if (!end_life()) {
-      return;
-    }
+  if (!end_life()) {
+    return;
   }
   keep_thread_state();
   const py::gil_scoped_acquire gil;
