@@ -237,6 +237,7 @@ Scenarios without_host(const std::string& model_path) {
       {"compatible", [=] { return compatible_order(model_path); }},
       {"shutdown_first", [=] { return after_shutdown(model_path); }},
       {"shutdown_beside_steps", [=] { return hosts::shutdown_beside_steps(model_path); }},
+      {"leave_a_thread_in_steps", [=] { return hosts::leave_a_thread_in_steps(model_path); }},
       {"exit_in_mid_destruction", [=] { return hosts::exit_in_mid_destruction(model_path); }},
       {"constructor_error",
        [=] {

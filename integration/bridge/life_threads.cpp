@@ -221,6 +221,25 @@ for _ in range(5):
   return 0;
 }
 
+int leave_a_thread_in_steps(const std::string& model_path) {
+  static std::atomic<int> done{0};
+  auto* host = new SmallHost(model_path);  // the thread's  NOLINT(cppcoreguidelines-owning-memory)
+  std::thread([host] {
+    try {
+      for (;; ++done) {
+        (void)host->step();
+      }
+    } catch (const std::runtime_error& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+      std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+  }).detach();
+  while (done.load() < 20) {
+    std::this_thread::yield();
+  }
+  return 0;
+}
+
 int exit_in_mid_destruction(const std::string& model_path) {
   auto host = std::make_unique<SmallHost>(model_path);
   {

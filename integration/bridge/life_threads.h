@@ -35,6 +35,9 @@ int beside_another_thread(const std::function<void()>& call);
 // Steps on threads that Python makes and ends, one after the other, which call the host without the GIL.
 int steps_on_python_threads(SmallHost& host);
 
+// Returns while a thread of its own runs steps for ever.
+int leave_a_thread_in_steps(const std::string& model_path);
+
 // Leaves the process while another thread destroys a host whose destruction takes a while and says on stderr when it is
 // done.
 int exit_in_mid_destruction(const std::string& model_path);

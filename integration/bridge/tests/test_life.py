@@ -60,6 +60,28 @@ def test_exit_in_mid_step_three_times(live: Live, scenario: str, plugin: bool) -
         assert result.stderr in ("", "the process is exiting: Python takes no more calls\n")
 
 
+PYTHON_HOST = """
+import ctypes
+import sys
+
+import torch  # first: its libraries are those that the plugin finds
+
+plugin = ctypes.CDLL(sys.argv[1])
+arguments = [argument.encode() for argument in sys.argv[1:]]
+assert plugin.host_main(len(arguments), (ctypes.c_char_p * len(arguments))(*arguments)) == 0
+sys.exit(7)
+"""
+
+
+def test_a_python_program_ends_in_mid_step_three_times(hosts: Path, run_program: Live, small_checkpoint: Path) -> None:
+    """The interpreter that was joined is finalised: a thread of the plugin must be out of it by then."""
+    for _ in range(3):
+        command = (sys.executable, "-c", PYTHON_HOST, hosts / "liblife_plugin.so", small_checkpoint, sys.executable)
+        result = run_program(*command, "leave_a_thread_in_steps", timeout=60, **QUIET)
+        assert result.returncode == 7, result.stderr
+        assert result.stderr in ("", "the process is exiting: Python takes no more calls\n")
+
+
 @pytest.mark.parametrize(
     ("scenario", "messages"),
     [

@@ -50,8 +50,7 @@ bool wait_for_other_calls(std::optional<std::chrono::seconds> limit) {
 
 // Must run before the destructors of libtorch's globals: a thread that is in a step must not run into those.
 void on_process_exit(int status, void*) {
-  g_state.store(State::kExiting);
-  if (!wait_for_other_calls(kExitGrace)) {
+  if (!begin_exit()) {
     std::fflush(nullptr);
     _exit(status);
   }
@@ -99,6 +98,11 @@ bool end_life() {
     refuse(state);
   }
   return false;
+}
+
+bool begin_exit() {
+  g_state.store(State::kExiting);
+  return wait_for_other_calls(kExitGrace);
 }
 
 bool is_alive() noexcept { return g_state.load() == State::kRunning; }

@@ -10,6 +10,10 @@ void begin_life();
 // std::runtime_error before begin_life, and while the process exits.
 bool end_life();
 
+// Refuses calls from now on and waits until no other thread is in one; false when that takes longer than a few seconds.
+// What a process does at its exit, and an interpreter that it finalises before.
+[[nodiscard]] bool begin_exit();
+
 [[nodiscard]] bool is_alive() noexcept;
 
 // Throws std::runtime_error, saying why, when Python may not be called.

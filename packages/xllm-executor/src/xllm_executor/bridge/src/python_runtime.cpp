@@ -4,11 +4,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
-
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <mutex>
@@ -195,6 +196,20 @@ void import_packages(const PythonOptions& options) {
   install_log_sink(options.log_sink);
 }
 
+// An interpreter that was joined may be finalised before the process exits, and a thread that is in it then, or comes back
+// to it, is ended in the middle of C++ frames, which aborts the process.
+void end_life_before_finalization() {
+  const auto wait = [] {
+    const py::gil_scoped_release released;
+    if (!begin_exit()) {
+      std::fputs("a call into Python is still running while the interpreter ends: leaving the process\n", stderr);
+      std::fflush(nullptr);
+      _exit(EXIT_FAILURE);  // the interpreter does not say which code it ends with
+    }
+  };
+  py::module_::import("atexit").attr("register")(py::cpp_function(wait));
+}
+
 }  // namespace
 
 PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
@@ -221,6 +236,7 @@ PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
       executable = check_joined(options.executable);
     }
     import_packages(options);
+    end_life_before_finalization();
     version = py::str(py::module_::import("platform").attr("python_version")());
   } catch (const py::error_already_set& error) {
     const PythonError translated = to_python_error(error);
