@@ -171,6 +171,16 @@ int after_shutdown(const std::string& model_path) {
   return 0;
 }
 
+struct ShutdownAtExit {
+  ~ShutdownAtExit() { PythonRuntime::shutdown(); }
+};
+
+int shutdown_in_a_static_destructor(SmallHost& host) {
+  static const ShutdownAtExit guard;
+  (void)guard;
+  return host.steps(20), 0;  // Python's end, which is registered in them again, comes before the destructor
+}
+
 int where() {
   const py::gil_scoped_acquire gil;
   py::exec(R"(
@@ -252,6 +262,7 @@ Scenarios with_host(SmallHost& host, const std::string& argument) {
   return {
       {"steps", [=] { return steps(std::stoi(argument)); }},
       {"steps_and_shutdown", [=] { return steps(std::stoi(argument)), PythonRuntime::shutdown(), 0; }},
+      {"shutdown_in_a_static_destructor", [&] { return shutdown_in_a_static_destructor(host); }},
       {"steps_on_another_thread", [=] { return std::thread(steps, std::stoi(argument)).join(), 0; }},
       {"steps_on_python_threads", [&] { return hosts::steps_on_python_threads(host); }},
       {"exit_from_main", [&] { return hosts::exit_in_mid_step(host, true); }},

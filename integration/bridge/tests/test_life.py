@@ -106,6 +106,11 @@ def test_shutdown_then_exit(live: Live, plugin: bool) -> None:
     assert check(live("steps_and_shutdown", 20, plugin=plugin)).stderr == ""
 
 
+@pytest.mark.parametrize("plugin", [False, True], ids=["program", "plugin"])
+def test_shutdown_in_a_static_destructor(live: Live, plugin: bool) -> None:
+    assert check(live("shutdown_in_a_static_destructor", plugin=plugin)).stderr == ""
+
+
 def test_after_shutdown_every_call_is_refused(live: Live) -> None:
     lines = check(live("shutdown_first")).stdout.splitlines()
     assert lines[:4] == ["Python was shut down by PythonRuntime::shutdown"] * 4

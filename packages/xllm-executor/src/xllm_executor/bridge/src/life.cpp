@@ -94,10 +94,10 @@ bool end_life() {
     wait_for_other_calls(std::nullopt);
     return true;
   }
-  if (state != State::kShutDown) {
+  if (state == State::kNotStarted) {
     refuse(state);
   }
-  return false;
+  return false;  // while the process exits too: static destructors shut down, and must not throw
 }
 
 bool begin_exit() {

@@ -6,8 +6,8 @@ namespace xllm::executor {
 // Python may be called from now on, until end_life or the exit of the process. Once.
 void begin_life();
 
-// Refuses calls from now on and waits until no other thread is in one; false when life had ended before. Throws
-// std::runtime_error before begin_life, and while the process exits.
+// Refuses calls from now on and waits until no other thread is in one; false when life had ended before, be it by the
+// exit of the process. Throws std::runtime_error before begin_life.
 bool end_life();
 
 // Refuses calls from now on and waits until no other thread is in one; false when that takes longer than a few seconds.

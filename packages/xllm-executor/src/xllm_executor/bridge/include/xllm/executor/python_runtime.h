@@ -41,8 +41,9 @@ class PythonRuntime {
   // Ends the use of Python by this process: waits for calls that other threads are in, shuts every executor down (their
   // graphs go first), then the process groups, then drops models. Later calls throw std::runtime_error; destructors
   // do nothing. The interpreter itself is not finalised, since libraries in it do not survive that; it ends with the
-  // process. The caller may hold the GIL. Optional: without it, exit() waits for running calls (5 s at most) and leaves
-  // the rest to the system; so does an interpreter that was joined, when its owner finalises it.
+  // process. The caller may hold the GIL. While the process exits it does nothing. Optional: without it, exit() waits for
+  // running calls (5 s at most) and leaves the rest to the system; so does the finalisation of an interpreter that was
+  // joined.
   static void shutdown();
 
   // Whether Python objects may still be touched: started, not shut down, and the process is not exiting.
