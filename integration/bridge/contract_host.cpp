@@ -96,7 +96,6 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Devices)
 
 // A model and an executor that note which device is current in each call.
 constexpr const char* kNoting = R"(
-import types
 import torch
 import xllm_executor
 import xllm_models
@@ -105,14 +104,23 @@ class Config:
     def to_model_args(self):
         return {"model_type": "noting"}
 
-def load_model(path, **options):
-    def compute_logits(hidden, indices):
+class Model:
+    config = Config()
+    attention_specs = []
+    dtype = torch.float32
+
+    def __init__(self, args, *, device, tp=None):
+        self.device = torch.device(device)
+
+    def eval(self):
+        return self
+
+    def load_weights(self, state_dicts, tp_rank, tp_size):
+        note("load_weights")
+
+    def compute_logits(self, hidden, indices):
         note("logits")
         return hidden
-
-    return types.SimpleNamespace(
-        config=Config(), attention_specs=[], dtype=torch.float32, device=torch.device(options["device"]),
-        compute_logits=compute_logits)
 
 class ModelExecutor:
     def __init__(self, model, config, max_seqs_per_batch):
@@ -131,7 +139,8 @@ class ModelExecutor:
     def shutdown(self):
         note("shutdown")
 
-xllm_models.load_model = load_model
+xllm_models.load_model = lambda path, **options: Model({}, device=options["device"])
+xllm_models.get_model_class = lambda name: Model
 xllm_executor.ModelExecutor = ModelExecutor
 )";
 
@@ -146,6 +155,7 @@ py::object current_devices() {
   py::exec(kNoting, globals);
   Devices::setDeviceIndex(1);
   const PyCausalLM model = PyCausalLM::load({.model_path = "none", .device = "privateuseone:2"});
+  PyCausalLM::create({}, {}, "privateuseone:2").load_weights({});
   xllm::executor::PyExecutor executor(model, {}, 1);
   executor.bind_kv_caches({});
   executor.warmup();

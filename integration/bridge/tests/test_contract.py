@@ -238,7 +238,7 @@ def test_mirrors_that_cannot_be_completed_are_named(error_of: Ask, value: Any, e
 
 def test_python_runs_with_the_models_device_as_the_current_one(ask: Ask) -> None:
     """A host's thread may have another device current, and keeps it. The devices are made up."""
-    calls = ("executor", "bind_kv_caches", "warmup", "execute", "logits", "shutdown")
+    calls = ("load_weights", "executor", "bind_kv_caches", "warmup", "execute", "logits", "shutdown")
     assert ask("devices", None) == dict.fromkeys(calls, 2) | {"here": 1}
 
 

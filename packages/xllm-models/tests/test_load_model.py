@@ -140,6 +140,14 @@ def test_longrope_factors_must_fit_the_heads(write_checkpoint: Callable[..., Any
 def test_a_device_that_is_not_there_is_named(directory: Path) -> None:
     with pytest.raises(ValueError, match="device 'cuda:77' is not available: "):
         load_model(directory, device="cuda:77")
+    with pytest.raises(ValueError, match="device 'cuda:77' is not available: "):
+        get_model_class("qwen3")(json.loads((directory / "config.json").read_text()), device="cuda:77")
+
+
+def test_a_models_device_is_that_of_its_weights(directory: Path) -> None:
+    """With an index or without, as the weights have it, whichever way the device was named."""
+    model = get_model_class("qwen3")(json.loads((directory / "config.json").read_text()), device="cpu:0")
+    assert {parameter.device for parameter in model.parameters()} == {model.device}
 
 
 def test_weights_of_another_model_do_not_fit(directory: Path) -> None:

@@ -45,14 +45,14 @@ class CausalLM(nn.Module, ABC):
     ) -> None:
         """Allocate the model on `device` in `dtype` (None: the config's), weights not yet set.
 
-        `config` may be a mapping in config.json or ModelArgs names. A structure that the ranks of `tp` cannot share is
-        a ValueError.
+        `config` may be a mapping in config.json or ModelArgs names. A device that is not there, and a structure that
+        the ranks of `tp` cannot share, are ValueErrors. `self.device` is where the weights are, with their index.
         """
         super().__init__()
         if not isinstance(config, ModelConfig):
             config = self.parse_config(config)
         self.config = config
-        self.device = torch.device(device)
+        self.device = _present_device(device)
         self.dtype = dtype or config.dtype
         self.tp = tp or TensorParallel()
         with torch.device("meta"):
@@ -97,6 +97,16 @@ class CausalLM(nn.Module, ABC):
             state_dicts = dequantized(state_dicts, self.config.quantization)
         tied = self.config.tie_word_embeddings
         load_weights(self, self.weight_map, state_dicts, tied=tied, progress=progress)
+
+
+def _present_device(device: torch.device | str) -> torch.device:
+    """What a name means now: "cuda" is the device that is current, with its index."""
+    try:
+        return torch.empty(0, device=device).device
+    # torch built without a device type asserts; an unknown name or index is a RuntimeError.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} is not available: {first_line}") from error
 
 
 def _materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

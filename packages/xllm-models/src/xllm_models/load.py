@@ -57,7 +57,7 @@ def load_model(
     checkpoint = open_checkpoint(directory)
     model = model_class(
         config,
-        device=_present_device(device),
+        device=device,
         dtype=parse_dtype(dtype) if isinstance(dtype, str) else dtype,
         tp=TensorParallel(rank=tp_rank, size=tp_size),
     )
@@ -81,12 +81,3 @@ def register_port(target: str, path: str | Path) -> None:
     if model_class is None:
         raise ValueError(f"module {module} has no {name}")
     register_model(ModelConfig.from_dict(read_config(Path(path))).architecture, model_class)
-
-
-def _present_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    # torch built without a device type asserts; an unknown name or index is a RuntimeError.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ValueError(f"device {str(device)!r} is not available: {first_line}") from error

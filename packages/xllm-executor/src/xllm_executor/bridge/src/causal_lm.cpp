@@ -56,6 +56,7 @@ PyCausalLM PyCausalLM::create(const ModelArgs& args, const ParallelArgs& paralle
 }
 
 void PyCausalLM::load_weights(const std::vector<const StateDict*>& state_dicts) {
+  const c10::DeviceGuard guard(impl_->device);
   with_gil([&] {
     std::vector<StateDictView> views;
     views.reserve(state_dicts.size());
