@@ -9,6 +9,8 @@ import time
 import pytest
 from torch import distributed
 
+from xllm_executor import tensor_parallel
+
 RANK = """
 import sys
 
@@ -69,7 +71,30 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(store: dis
 
 
 def test_a_place_outside_of_the_group_is_refused() -> None:
-    from xllm_executor import tensor_parallel
-
     with pytest.raises(ValueError, match="tp_rank 2 is outside the 2 ranks of tp_size"):
         tensor_parallel.join(rank=2, size=2, host="127.0.0.1", port=1, prefix="", backend="", device="cpu", timeout=1.0)
+
+
+def test_a_group_that_exists_is_named(store: distributed.TCPStore) -> None:
+    place = {"rank": 0, "size": 1, "host": "127.0.0.1", "port": store.port, "backend": "gloo", "device": "cpu"}
+    tensor_parallel.join(**place, prefix="first", timeout=10.0)
+    try:
+        with pytest.raises(RuntimeError, match="this process is in a process group already; leave it before"):
+            tensor_parallel.join(**place, prefix="second", timeout=10.0)
+        assert distributed.is_initialized()
+    finally:
+        tensor_parallel.leave()
+
+
+def test_a_join_that_fails_leaves_no_group(store: distributed.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a rank did not tell its facts")
+
+    place = {"rank": 0, "size": 1, "host": "127.0.0.1", "port": store.port, "backend": "gloo", "device": "cpu"}
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_parallel, "choose_transport", fail)
+        with pytest.raises(RuntimeError, match="a rank did not tell its facts"):
+            tensor_parallel.join(**place, prefix="failed", timeout=10.0)
+    assert not distributed.is_initialized()
+    tensor_parallel.join(**place, prefix="again", timeout=10.0)
+    tensor_parallel.leave()

@@ -47,10 +47,12 @@ def join(
 
     Raises:
         ValueError: a place outside of the group.
-        RuntimeError: the others did not come in time, or a group exists.
+        RuntimeError: the others did not come in time, or a group exists. No group is left of a join that failed.
     """
     global _joined
     TensorParallel(rank=rank, size=size)
+    if distributed.is_initialized():
+        raise RuntimeError("this process is in a process group already; leave it before joining another")
     limit = timedelta(seconds=timeout)
     store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
     place = torch.device(device)
@@ -68,8 +70,12 @@ def join(
     )
     world = distributed.group.WORLD
     assert world is not None
-    transport, remark = choose_transport(world, own, place, allowed=symmetric_memory)
-    register_group(_NAME, world, transport, remark=remark)
+    try:
+        transport, remark = choose_transport(world, own, place, allowed=symmetric_memory)
+        register_group(_NAME, world, transport, remark=remark)
+    except BaseException:
+        distributed.destroy_process_group()
+        raise
     _joined = True
     name: str = world.group_name
     return name
