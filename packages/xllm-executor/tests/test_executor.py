@@ -75,6 +75,29 @@ def test_one_plan_a_step_whatever_the_number_of_layers(model: CausalLM, make_cac
     assert executor.stats()["eager_reasons"] == {"graphs_off": 3}
 
 
+def test_plans_of_steps_before_the_warmup_stay_counted(model: CausalLM, make_caches: Caches) -> None:
+    executor = make_executor(model, make_caches)
+    executor.execute(TOKENS, POSITIONS, STEP)
+    executor.warmup()
+    assert executor.stats()["plans"] == [1]
+    executor.execute(TOKENS, POSITIONS, STEP)
+    assert (executor.stats()["plans"], executor.stats()["steps"]) == ([2], {"eager": 2})
+
+
+def test_a_warmup_that_fails_is_not_counted(
+    model: CausalLM, make_caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor(model, make_caches)
+
+    def fail(*_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(model.model, "forward", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        executor.warmup()
+    assert executor.stats()["plans"] == [0]
+
+
 def test_warmup_writes_nothing(model: CausalLM, make_caches: Caches) -> None:
     caches = make_caches(model)
     executor = ModelExecutor(model, ExecutorConfig(), 8)

@@ -120,17 +120,12 @@ class ModelExecutor:
         self._live()
         if self._runners is None:
             raise RuntimeError("warmup was called before bind_kv_caches")
-        zero = torch.zeros(1, dtype=torch.int32, device=self._device)
-        total = self._runners.num_captures
-        bar = tqdm(total=total, desc="capturing graphs", file=sys.stderr, disable=not (total and self.config.progress))
-        before = self._backend.plan_counts
+        counted = self._num_plans()
         try:
-            with bar:
-                self._runners.eager.execute(zero, zero, _padding_step(self._device), zero)
-                self._runners.warmup(lambda report: _advance(bar, f"{report.runner} {report.size}"))
+            self._warm_up(self._runners)
         finally:
-            counts = zip(self._warmup_plans, self._backend.plan_counts, before, strict=True)
-            self._warmup_plans = tuple(plans + after - start for plans, after, start in counts)
+            now = self._backend.plan_counts
+            self._warmup_plans = tuple(count - before for count, before in zip(now, counted, strict=True))
 
     def execute(
         self,
@@ -202,9 +197,7 @@ class ModelExecutor:
             "steps": {} if runners is None else dict(runners.stats.steps),
             "eager_reasons": {} if runners is None else dict(runners.stats.eager_reasons),
             "graph_misses": {} if runners is None else {k: dict(v) for k, v in runners.stats.misses.items()},
-            "plans": [
-                count - before for count, before in zip(self._backend.plan_counts, self._warmup_plans, strict=True)
-            ],
+            "plans": self._num_plans(),
             "graphs": [] if runners is None else [report.as_dict() for report in runners.reports],
             "graph_memory_bytes": 0 if runners is None else runners.memory_bytes,
             "groups": group_stats(),
@@ -226,6 +219,18 @@ class ModelExecutor:
         if self._model is None:
             raise RuntimeError("the executor was shut down")
         return self._model
+
+    def _warm_up(self, runners: RunnerSet) -> None:
+        zero = torch.zeros(1, dtype=torch.int32, device=self._device)
+        runners.eager.execute(zero, zero, _padding_step(self._device), zero)
+        total = runners.num_captures
+        bar = tqdm(total=total, desc="capturing graphs", file=sys.stderr, disable=not (total and self.config.progress))
+        with bar:
+            runners.warmup(lambda report: _advance(bar, f"{report.runner} {report.size}"))
+
+    def _num_plans(self) -> list[int]:
+        """Plans of steps, by attention group."""
+        return [count - warm for count, warm in zip(self._backend.plan_counts, self._warmup_plans, strict=True)]
 
     def _check_inputs(self, tokens: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor | None) -> None:
         if tokens.dim() != 1 or tokens.dtype is not torch.int32:
