@@ -104,6 +104,7 @@ def test_no_data_races(
     life = (*prefix, programs / "life_host", small_checkpoint, sys.executable)
     scenarios: list[tuple[object, ...]] = [
         *(("threads", 1), ("shutdown_beside_steps",), ("join_and_shut_down",), ("gil_loss", 0.2)),
+        *(("join_twice",), ("join_and_shut_down_twice",), ("steps_on_python_threads",)),
         *(("exit_from_main",), ("exit_from_thread",), ("exit_in_mid_destruction",)),
     ]
     drive = (*prefix, programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
