@@ -162,7 +162,11 @@ def test_a_refused_step_leaves_the_executor_usable(model: CausalLM, make_caches:
         ),
         *(
             ((TOKENS, POSITIONS, replace(STEP, **{name: None})), f"{name} is None; it must be a tensor in this step")
-            for name in ("slot_mapping", "kv_seq_lens_host", "paged_kv_last_page_len_host", "qo_indptr")
+            for name in ("slot_mapping", "kv_seq_lens_host", "paged_kv_last_page_len_host")
+        ),
+        (
+            (TOKENS, POSITIONS, replace(STEP, qo_indptr=None)),
+            "qo_indptr or qo_indptr_host is None; a prefill step must",
         ),
     ],
 )

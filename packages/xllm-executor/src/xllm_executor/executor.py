@@ -161,19 +161,22 @@ class ModelExecutor:
         if inputs_embeds is not None:
             raise ValueError("inputs_embeds is not served by this version; pass token ids")
         self._check_inputs(tokens, positions, logits_indices)
-        check_present(metadata)
-        if self._validate:
-            validate(
-                metadata,
-                num_tokens=tokens.shape[0],
-                num_seqs=metadata.paged_kv_last_page_len_host.shape[0],
-                num_blocks=self._num_blocks,
-                page_size=self._page_size,
-                positions=positions,
-                logits_indices=logits_indices,
-            )
-        self._check_limits(tokens, metadata)
-        return self._runners.execute(tokens, positions, metadata, logits_indices)
+        try:
+            if self._validate:
+                validate(
+                    metadata,
+                    num_tokens=tokens.shape[0],
+                    num_seqs=metadata.paged_kv_last_page_len_host.shape[0],
+                    num_blocks=self._num_blocks,
+                    page_size=self._page_size,
+                    positions=positions,
+                    logits_indices=logits_indices,
+                )
+            self._check_limits(tokens, metadata)
+            return self._runners.execute(tokens, positions, metadata, logits_indices)
+        except (AttributeError, TypeError):
+            check_present(metadata)  # an absent field by its name; reading them all before each step would cost it
+            raise
 
     @property
     def runners(self) -> RunnerSet:
