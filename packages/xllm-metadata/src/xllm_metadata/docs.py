@@ -101,7 +101,8 @@ The bridge compares both sides when it starts and refuses a mismatch with a mess
 `xllm_metadata.validate` checks a step, `positions` and `logits_indices` included, against the tables and the rules for
 steps above, and names field, value and limit. It reads device tensors back, so it is off in production;
 `XLLM_VALIDATE=1` in the environment, or `validate` in the executor's configuration, switches it on for every step.
-Without it the executor refuses absent fields that it needs, and `tokens`, `positions` and `slot_mapping` of different lengths.
+Without it the executor refuses absent fields that it needs, and `tokens`, `positions` and `slot_mapping` of different
+lengths.
 """
 
 
