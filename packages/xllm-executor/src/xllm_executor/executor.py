@@ -111,6 +111,7 @@ class ModelExecutor:
     def warmup(self) -> None:
         """Gets everything ready that the first request must not wait for; captures the graphs, if any are asked for.
 
+        Without graphs that is a decode step's kernels: those of prompts and of other sizes are compiled when they come.
         Writes nothing to the cache. Counted neither as steps nor in the plan counts of `stats`. One that fails leaves
         no graph: steps run eagerly then, and it may be tried again.
 
