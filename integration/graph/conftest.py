@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from xllm_executor import ModelExecutor
+from xllm_executor.check import make_world
 from xllm_graph.conformance import Limits, World
-from xllm_metadata import LayerCache
 from xllm_models import CausalLM, get_model_class
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -128,26 +128,6 @@ def random_model(family: str, place: Place, **changes: Any) -> CausalLM:
     return model
 
 
-def make_executor(
-    model: CausalLM, place: Place, limits: Limits = LIMITS, **options: Any
-) -> tuple[ModelExecutor, list[LayerCache]]:
-    """An executor that is warmed up, and its caches."""
-    config = {
-        "attention_backend": place.attention,
-        "max_tokens_per_batch": limits.max_num_tokens,
-        "max_model_len": limits.max_model_len,
-    }
-    executor = ModelExecutor(model, config | options, limits.max_num_seqs)
-    shapes = [(limits.num_blocks, limits.page_size, s.num_kv_heads, s.head_dim) for s in model.attention_specs]
-    caches = [
-        LayerCache(*(torch.full(shape, torch.nan, device=place.device, dtype=model.dtype) for _ in "kv"))
-        for shape in shapes
-    ]
-    executor.bind_kv_caches(caches)
-    executor.warmup()
-    return executor, caches
-
-
 @dataclass(slots=True, kw_only=True)
 class Setup:
     """A world and the executor that it checks."""
@@ -186,17 +166,7 @@ def setup_maker(place: Place) -> MakeSetup:
         graph = {"python_graph_backend": place.graph_backend, "eager_is_error": True} | options
         if graph["python_graph_backend"] == "piecewise":
             graph["graph_runtime"] = place.graph_runtime
-        executor, caches = make_executor(model, place, limits, **graph)
-        truth, truth_caches = make_executor(model, replace(place, attention="torch"), limits)
-        world = World(
-            executor.execute,
-            executor.runners,
-            caches,
-            truth.execute,
-            truth_caches,
-            limits=limits,
-            device=place.device,
-        )
+        world, executor, _ = make_world(model, limits, {"attention_backend": place.attention} | graph)
         return Setup(world=world, executor=executor, model=model)
 
     return make

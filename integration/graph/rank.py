@@ -12,10 +12,9 @@ import ranks
 import torch
 from torch import distributed
 
-from xllm_executor import ModelExecutor
-from xllm_graph.conformance import SCENARIOS, Limits, World
-from xllm_metadata import LayerCache
-from xllm_models import get_model_class
+from xllm_executor.check import make_world
+from xllm_graph.conformance import SCENARIOS, Limits
+from xllm_models import CausalLM, get_model_class
 from xllm_models.ops import SymmetricTransport, TransportRule, group_stats, register_group, unregister_group
 
 CONFIG = {
@@ -32,19 +31,13 @@ class Setup:
     def __init__(self, place: ranks.Place, cut_ops: str) -> None:
         torch.set_num_threads(1)
         backend = "recorded" if place.device == "cpu" else "cudagraphs"
-        self.executor, caches = make_executor(
-            place, python_graph_backend=backend, eager_is_error=True, graph_cut_ops=cut_ops
-        )
-        self.truth, truth_caches = make_executor(place)
-        self.world = World(
-            self.executor.execute,
-            self.executor.runners,
-            caches,
-            self.truth.execute,
-            truth_caches,
-            limits=LIMITS,
-            device=place.device,
-        )
+        options = {
+            "python_graph_backend": backend,
+            "eager_is_error": True,
+            "graph_cut_ops": cut_ops,
+            "attention_backend": "torch",
+        }
+        self.world, self.executor, self.truth = make_world(make_model(place), LIMITS, options)
 
     def shutdown(self) -> None:
         # Graphs first, then the group: they may hold its collectives.
@@ -52,24 +45,14 @@ class Setup:
         self.truth.shutdown()
 
 
-def make_executor(place: ranks.Place, **options: object) -> tuple[ModelExecutor, list[LayerCache]]:
-    device = place.device
-    model = get_model_class("llama")(CONFIG, dtype=torch.float32, device=device, tp=place.tp)
+@torch.no_grad()
+def make_model(place: ranks.Place) -> CausalLM:
+    model = get_model_class("llama")(CONFIG, dtype=torch.float32, device=place.device, tp=place.tp)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator) * 0.2
         parameter.copy_(values + 1 if parameter.dim() == 1 else values)
-    limits = {
-        "max_tokens_per_batch": LIMITS.max_num_tokens,
-        "max_model_len": LIMITS.max_model_len,
-        "attention_backend": "torch",
-    }
-    executor = ModelExecutor(model, limits | options, LIMITS.max_num_seqs)
-    shapes = [(LIMITS.num_blocks, LIMITS.page_size, s.num_kv_heads, s.head_dim) for s in model.attention_specs]
-    caches = [LayerCache(*(torch.full(shape, torch.nan, device=device) for _ in "kv")) for shape in shapes]
-    executor.bind_kv_caches(caches)
-    executor.warmup()
-    return executor, caches
+    return model
 
 
 @torch.no_grad()

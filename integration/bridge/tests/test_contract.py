@@ -114,8 +114,7 @@ def test_model_args_of_every_family(ask: Ask, model_type: str) -> None:
         "model_type": model_type, "vocab_size": 9, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     }  # fmt: skip
-    defaults = get_model_class(model_type).config_defaults
-    args = ModelConfig.from_dict({**base, **FAMILIES[model_type]}, defaults=defaults).to_model_args()
+    args = get_model_class(model_type).parse_config({**base, **FAMILIES[model_type]}).to_model_args()
     crossed = ask("model_args", args)
     assert {key: crossed[key] for key in args} == args
 

@@ -91,11 +91,11 @@ def test_hf_and_model_args_names_give_one_config() -> None:
 )
 def test_model_args_read_back_to_an_equal_config(model_type: str, change: dict[str, Any]) -> None:
     raw = HF | {"model_type": model_type} | change
-    config = ModelConfig.from_dict(raw, defaults=get_model_class(model_type).config_defaults)
+    config = get_model_class(model_type).parse_config(raw)
     args = config.to_model_args()
     assert json.loads(json.dumps(args)) == args
     assert not {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"} & args.keys()
-    assert ModelConfig.from_dict(args, defaults=get_model_class(model_type).config_defaults) == config
+    assert get_model_class(model_type).parse_config(args) == config
     assert pickle.loads(pickle.dumps(config)) == config
 
 
@@ -144,7 +144,7 @@ def test_a_window_that_is_given_is_used(change: dict[str, Any], window: int) -> 
 def test_configs_as_transformers_writes_them(hf: Any, tmp_path: Path) -> None:
     hf.save_pretrained(tmp_path)
     raw = read_config(tmp_path)
-    config = ModelConfig.from_dict(raw, defaults=get_model_class(hf.model_type).config_defaults)
+    config = get_model_class(hf.model_type).parse_config(raw)
     assert config.head_dim == hf.head_dim
     assert config.num_heads == hf.num_attention_heads
     assert config.num_kv_heads == hf.num_key_value_heads
@@ -156,7 +156,7 @@ def test_configs_as_transformers_writes_them(hf: Any, tmp_path: Path) -> None:
 
 def gemma(**change: Any) -> ModelConfig:
     raw = {key: value for key, value in HF.items() if key != "rope_parameters"} | {"num_hidden_layers": 7}
-    return ModelConfig.from_dict(raw | change, defaults=get_model_class("gemma3_text").config_defaults)
+    return get_model_class("gemma3_text").parse_config(raw | change)
 
 
 def test_rope_parameters_per_layer_type() -> None:
@@ -191,11 +191,9 @@ def test_early_names_of_longrope(name: str) -> None:
 
 def test_a_family_fills_what_its_config_json_may_omit() -> None:
     raw = HF | {"model_type": "qwen3", "use_sliding_window": True}
-    config = ModelConfig.from_dict(raw, defaults=get_model_class("qwen3").config_defaults)
+    config = get_model_class("qwen3").parse_config(raw)
     assert (config.head_dim, config.sliding_window, config.max_window_layers) == (128, 4096, 28)
-    explicit = ModelConfig.from_dict(
-        raw | {"head_dim": 8, "sliding_window": None}, defaults=get_model_class("qwen3").config_defaults
-    )
+    explicit = get_model_class("qwen3").parse_config(raw | {"head_dim": 8, "sliding_window": None})
     assert (explicit.head_dim, explicit.sliding_window) == (8, 0)
 
 

@@ -99,20 +99,10 @@ def _under_graphs(model: CausalLM, options: Options, graph: Mapping[str, str]) -
         vocab_size=model.config.vocab_size,
     )
     try:
-        executor, caches = _executor(model, limits, {"attention_backend": options.attention, **graph})
+        world, executor, truth = make_world(model, limits, {"attention_backend": options.attention, **graph})
     except CaptureError as error:
         yield f"{backend}: captures", str(error)
         return
-    truth, truth_caches = _executor(model, limits, {"attention_backend": "torch"})
-    world = World(
-        executor.execute,
-        executor.runners,
-        caches,
-        truth.execute,
-        truth_caches,
-        limits=limits,
-        device=model.device,
-    )
     workload = MixedWorkload(world, num_requests=40, token_budget=24, max_prompt=20, max_answer=12)
     scenarios = {getattr(scenario, "__name__", "scenario"): scenario for scenario in SCENARIOS}
     for name, scenario in (*scenarios.items(), ("mixed_workload", lambda _: workload.run())):
@@ -127,21 +117,35 @@ def _under_graphs(model: CausalLM, options: Options, graph: Mapping[str, str]) -
     truth.shutdown()
 
 
+def make_world(
+    model: CausalLM, limits: Limits, options: Mapping[str, object]
+) -> tuple[World, ModelExecutor, ModelExecutor]:
+    """A world over an executor of the options and an eager one with torch's attention, and these two, warmed up.
+
+    Shut both down, in that order, before the group of the model's ranks ends.
+    """
+    executor, caches = _executor(model, limits, options)
+    truth, truth_caches = _executor(model, limits, {"attention_backend": "torch"})
+    world = World(
+        executor.execute,
+        executor.runners,
+        caches,
+        truth.execute,
+        truth_caches,
+        limits=limits,
+        device=model.device,
+    )
+    return world, executor, truth
+
+
 def _executor(model: CausalLM, limits: Limits, options: Mapping[str, object]) -> tuple[ModelExecutor, list[LayerCache]]:
-    more = {"max_tokens_per_batch": limits.max_num_tokens, "max_model_len": limits.max_model_len}
-    executor = ModelExecutor(model, {**options, **more}, limits.max_num_seqs)
+    own = {"max_tokens_per_batch": limits.max_num_tokens, "max_model_len": limits.max_model_len}
+    executor = ModelExecutor(model, {**options, **own}, limits.max_num_seqs)
+    shapes = [(limits.num_blocks, limits.page_size, s.num_kv_heads, s.head_dim) for s in model.attention_specs]
+    # Poisoned: a slot that is read before it is written shows.
     caches = [
-        LayerCache(
-            *(
-                torch.zeros(
-                    (limits.num_blocks, limits.page_size, spec.num_kv_heads, spec.head_dim),
-                    dtype=model.dtype,
-                    device=model.device,
-                )
-                for _ in "kv"
-            )
-        )
-        for spec in model.attention_specs
+        LayerCache(*(torch.full(shape, torch.nan, device=model.device, dtype=model.dtype) for _ in "kv"))
+        for shape in shapes
     ]
     executor.bind_kv_caches(caches)
     executor.warmup()
