@@ -217,8 +217,8 @@ def errors() -> dict[str, float]:
             assert caches[0].k is not None
             assert caches[0].v is not None
             k, v = caches[0].k[pages].flatten(0, 1), caches[0].v[pages].flatten(0, 1)
-            truth = reference_attention(qkv[0][seq : seq + 1, :h], k, v, SPEC)[0]
-            error = (out[seq].cpu().double() - truth).norm(dim=-1) / truth.norm(dim=-1)
+            reference = reference_attention(qkv[0][seq : seq + 1, :h], k, v, SPEC)[0]
+            error = (out[seq].cpu().double() - reference).norm(dim=-1) / reference.norm(dim=-1)
             found = max(found, float(error.max()))
         worst[name] = found
     print(worst)

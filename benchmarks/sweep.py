@@ -164,8 +164,8 @@ class Bench:
         return self._sample(logits, rows, index)
 
     def measure(
-        self, executor: ModelExecutor, batch: int, truth: _Truth | None, repeats: int, *, overlap: bool
-    ) -> tuple[dict[str, Any], _Truth]:
+        self, executor: ModelExecutor, batch: int, reference: _Reference | None, repeats: int, *, overlap: bool
+    ) -> tuple[dict[str, Any], _Reference]:
         """One row of the results, and the tokens."""
         margins = np.zeros((batch, self.arguments.output_len), dtype=np.float32)
         _, _, tokens = self.generate(
@@ -178,25 +178,25 @@ class Bench:
             "tpot_ms": _summary([tpot * 1e3 for _, tpot, _ in runs]),
             "repeatable": all(np.array_equal(tokens, again) for _, _, again in runs),
         }
-        row["sequences_equal_to_eager"], row["largest_margin_at_a_difference"] = _against(tokens, truth)
-        return row, _Truth(tokens=tokens, margins=margins)
+        row["sequences_equal_to_eager"], row["largest_margin_at_a_difference"] = _against(tokens, reference)
+        return row, _Reference(tokens=tokens, margins=margins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Truth:
+class _Reference:
     """What one execution said, for others to be compared with."""
 
     tokens: np.ndarray  # [B, output_len]
     margins: np.ndarray  # [B, output_len], first logit less second
 
 
-def _against(tokens: np.ndarray, truth: _Truth | None) -> tuple[int | None, float | None]:
-    """How many sequences equal the truth's, and the largest margin at which one left it: near 0 it was a tie."""
-    if truth is None:
+def _against(tokens: np.ndarray, reference: _Reference | None) -> tuple[int | None, float | None]:
+    """How many sequences equal the reference's, and the largest margin at which one left it: near 0 it was a tie."""
+    if reference is None:
         return None, None
-    differs = tokens != truth.tokens
+    differs = tokens != reference.tokens
     rows = np.flatnonzero(differs.any(axis=1))
-    margins = truth.margins[rows, differs[rows].argmax(axis=1)]
+    margins = reference.margins[rows, differs[rows].argmax(axis=1)]
     return len(tokens) - len(rows), float(margins.max()) if len(rows) else None
 
 
@@ -216,7 +216,7 @@ class _Measured:
 
     rows: list[dict[str, Any]]
     stats: dict[str, Any]  # by mode
-    said: dict[tuple[str, int], _Truth]  # by mode and batch
+    said: dict[tuple[str, int], _Reference]  # by mode and batch
     graph_memory: dict[str, Any] | None
 
 
@@ -226,13 +226,13 @@ def measure(place: ranks.Place | None, arguments: argparse.Namespace) -> _Measur
     size = bench.model.tp.size
     rows: list[dict[str, Any]] = []
     stats: dict[str, Any] = {}
-    said: dict[tuple[str, int], _Truth] = {}
+    said: dict[tuple[str, int], _Reference] = {}
     for executor_mode in arguments.modes.split(","):
         repeats = arguments.eager_repeats or arguments.repeats if executor_mode == "eager" else arguments.repeats
         with bench.executor(executor_mode) as executor:
             for mode, batch in product(MODES[executor_mode], bench.batches):
-                truth = said.get(("eager", batch))
-                row, said[mode, batch] = bench.measure(executor, batch, truth, repeats, overlap=mode == OVERLAPPED)
+                reference = said.get(("eager", batch))
+                row, said[mode, batch] = bench.measure(executor, batch, reference, repeats, overlap=mode == OVERLAPPED)
                 rows.append({"tp": size, "mode": mode} | row)
                 if bench.leads:
                     print(
@@ -253,7 +253,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return options | {"rows": one.rows, "stats": one.stats, "graph_memory": one.graph_memory}
     rows: list[dict[str, Any]] = []
     groups = []
-    single: dict[tuple[str, int], _Truth] = {}
+    single: dict[tuple[str, int], _Reference] = {}
     how = ranks.Options(
         device=arguments.device, backend=arguments.tp_backend, symmetric_memory=arguments.symmetric_memory
     )

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, and worlds of them behind two executors: one with graphs, one eager."""
+"""Tiny random models of every family, and harnesses of them behind two executors: one with graphs, one eager."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from xllm_executor import ModelExecutor
-from xllm_executor.check import make_world
-from xllm_graph.conformance import Limits, World
+from xllm_executor.check import make_harness
+from xllm_graph.conformance import Limits, ReplayHarness
 from xllm_models import CausalLM, get_model_class
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -130,9 +130,9 @@ def random_model(family: str, place: Place, **changes: Any) -> CausalLM:
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
-    """A world and the executor that it checks."""
+    """A harness and the executor that it checks."""
 
-    world: World
+    harness: ReplayHarness
     executor: ModelExecutor
     model: CausalLM
 
@@ -159,14 +159,14 @@ def make_interpreted_setup() -> MakeSetup:
 
 
 def setup_maker(place: Place) -> MakeSetup:
-    """The function behind both fixtures; the truth always attends with the torch backend."""
+    """The function behind both fixtures; the reference always attends with the torch backend."""
 
     def make(family: str, *, limits: Limits = LIMITS, changes: dict[str, Any] | None = None, **options: Any) -> Setup:
         model = random_model(family, place, **(changes or {}))
         graph = {"python_graph_backend": place.graph_backend, "eager_is_error": True} | options
         if graph["python_graph_backend"] == "piecewise":
             graph["graph_runtime"] = place.graph_runtime
-        world, executor, _ = make_world(model, limits, {"attention_backend": place.attention} | graph)
-        return Setup(world=world, executor=executor, model=model)
+        harness, executor, _ = make_harness(model, limits, {"attention_backend": place.attention} | graph)
+        return Setup(harness=harness, executor=executor, model=model)
 
     return make

@@ -12,7 +12,7 @@ import ranks
 import torch
 from torch import distributed
 
-from xllm_executor.check import make_world
+from xllm_executor.check import make_harness
 from xllm_graph.conformance import SCENARIOS, Limits
 from xllm_models import CausalLM, get_model_class
 from xllm_models.ops import SymmetricTransport, TransportRule, group_stats, register_group, unregister_group
@@ -26,7 +26,7 @@ LIMITS = Limits(max_num_seqs=8, max_num_tokens=16, max_model_len=24, page_size=4
 
 
 class Setup:
-    """A world of two executors, with graphs and without, of this rank's share of the model."""
+    """A harness of two executors, with graphs and without, of this rank's share of the model."""
 
     def __init__(self, place: ranks.Place, cut_ops: str) -> None:
         torch.set_num_threads(1)
@@ -37,12 +37,12 @@ class Setup:
             "graph_cut_ops": cut_ops,
             "attention_backend": "torch",
         }
-        self.world, self.executor, self.truth = make_world(make_model(place), LIMITS, options)
+        self.harness, self.executor, self.reference = make_harness(make_model(place), LIMITS, options)
 
     def shutdown(self) -> None:
         # Graphs first, then the group: they may hold its collectives.
         self.executor.shutdown()
-        self.truth.shutdown()
+        self.reference.shutdown()
 
 
 @torch.no_grad()
@@ -65,8 +65,8 @@ def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
         _sum_by(options["rule"], place)
     setup = Setup(place, options["cut_ops"])
     for scenario in SCENARIOS[-4:]:
-        scenario(setup.world)
-        setup.world.clear()
+        scenario(setup.harness)
+        setup.harness.clear()
     stats = setup.executor.stats()
     setup.shutdown()
     graphs = {graph["runner"]: graph["num_graphs"] for graph in stats["graphs"]}
@@ -84,9 +84,9 @@ def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
 def dies(place: ranks.Place, options: dict[str, Any]) -> None:
     """Decodes on graphs without end; the last rank is killed after some steps, and says in the file `when` when."""
     setup = Setup(place, "")
-    request = setup.world.add()
-    setup.world.step((request, 3))
-    metadata, tokens, positions = setup.world._build([(request, 1)])
+    request = setup.harness.add()
+    setup.harness.step((request, 3))
+    metadata, tokens, positions = setup.harness._build([(request, 1)])
     rows = torch.zeros(1, dtype=torch.int32, device=place.device)
     for step in range(1_000_000):
         setup.executor.execute(tokens, positions, metadata, rows).argmax().item()

@@ -24,8 +24,8 @@ def _fresh_compiler() -> Iterator[None]:
 def test_every_scenario_with_one_compilation(make_setup: MakeSetup, family: str) -> None:
     setup = make_setup(family, python_graph_backend="aot_eager")
     for scenario in SCENARIOS:
-        scenario(setup.world)
-        setup.world.clear()
+        scenario(setup.harness)
+        setup.harness.clear()
     stats = setup.executor.stats()
     assert set(stats["steps"]) == {"compiled"}
     assert [graph["num_graphs"] for graph in stats["graphs"]] == [1]

@@ -30,13 +30,13 @@ def no_waiting() -> Iterator[None]:
 
 def decode_steps(setup: Any, count: int) -> list[tuple[Any, ...]]:
     """Arguments of `count` decode steps of five sequences, made ahead: building metadata may wait."""
-    world = setup.world
-    requests = [world.add() for _ in range(5)]
+    harness = setup.harness
+    requests = [harness.add() for _ in range(5)]
     for number in requests:
-        world.step((number, 3 + number))
+        harness.step((number, 3 + number))
     steps = []
     for _ in range(count):
-        metadata, tokens, positions = world._build([(number, 1) for number in requests])
+        metadata, tokens, positions = harness._build([(number, 1) for number in requests])
         steps.append((tokens, positions, metadata, torch.arange(5, device="cuda")))
     torch.cuda.synchronize()
     return steps
@@ -48,13 +48,13 @@ def overlapping_steps(setup: Any) -> list[tuple[Any, ...]]:
     Each is tokens, positions, metadata, rows of the logits, requests of those, rows of tokens that have to be sampled,
     and requests of those.
     """
-    world = setup.world
-    a, b, c, d = (world.add() for _ in range(4))
+    harness = setup.harness
+    a, b, c, d = (harness.add() for _ in range(4))
     parts = [[(a, 3), (b, 5), (c, 4)], [(b, 1), (d, 6), (a, 1)]]
     parts += [[(number, 1) for number in some] for some in ((a, b, c, d), (d, a), (b, c, d), (c,), (a, b, c, d))]
     steps = []
     for part in parts:
-        metadata, tokens, positions = world._build(part)
+        metadata, tokens, positions = harness._build(part)
         ends = torch.tensor([count for _, count in part], device="cuda").cumsum(0)
         numbers = torch.tensor([number for number, _ in part], device="cuda")
         decodes = torch.tensor([count == 1 for _, count in part], device="cuda")
@@ -144,8 +144,8 @@ def test_results_are_ordered_on_the_callers_stream(make_cuda_setup: MakeSetup) -
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        request = setup.world.add()
-        setup.world.step((request, 5))
+        request = setup.harness.add()
+        setup.harness.step((request, 5))
         for _ in range(3):
-            setup.world.step((request, 1))
+            setup.harness.step((request, 1))
     assert setup.executor.stats()["steps"] == {"piecewise": 1, "decode_graph": 3}

@@ -162,10 +162,10 @@ def reference_logits(checkpoint: Path, transcript: Transcript, dtype: torch.dtyp
 def check_tokens(checkpoint: Path, transcript: Transcript, dtype: str, record: Record) -> None:
     """fp32: every token is transformers'. bf16: the logits are no further from fp32's than twice transformers' own in
     bf16 are, and each token is the likeliest but for ties within that error."""
-    truth = reference_logits(checkpoint, transcript, torch.float32)
-    tokens = torch.cat([torch.tensor(transcript.tokens[name]) for name in truth])
-    rows = torch.cat(list(truth.values()))
-    tops = [top["top"] for name in truth for top in transcript.logits[name]]
+    reference = reference_logits(checkpoint, transcript, torch.float32)
+    tokens = torch.cat([torch.tensor(transcript.tokens[name]) for name in reference])
+    rows = torch.cat(list(reference.values()))
+    tops = [top["top"] for name in reference for top in transcript.logits[name]]
     error = max(abs(value - rows[i, token].item()) for i, top in enumerate(tops) for token, value in top)
     best = rows.topk(2).values
     lost = best[:, 0] - rows.gather(1, tokens[:, None])[:, 0]  # 0 for the likeliest
@@ -181,7 +181,7 @@ def check_tokens(checkpoint: Path, transcript: Transcript, dtype: str, record: R
         assert error < 1e-3
         return
     own = reference_logits(checkpoint, transcript, torch.bfloat16)
-    assert error <= 2 * max((own[name] - truth[name]).abs().max().item() for name in truth)
+    assert error <= 2 * max((own[name] - reference[name]).abs().max().item() for name in reference)
     assert lost.max().item() <= 2 * error
 
 

@@ -105,8 +105,8 @@ def _answer(options: argparse.Namespace) -> None:
         raise ValueError("the prompt is empty")
     sys.stderr.write("loading the model ...\n")
     with Worker([options.worker, f"--model={options.model}", *options.worker_flag]) as worker:
-        facts = worker.ready()
-        sys.stderr.write(f"{facts['model_type']}, {facts['dtype']} on {facts['device']}\n")
+        info = worker.ready()
+        sys.stderr.write(f"{info['model_type']}, {info['dtype']} on {info['device']}\n")
         _stream(worker, tokenizer, prompt_ids, options.max_tokens)
 
 

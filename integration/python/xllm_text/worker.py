@@ -33,7 +33,7 @@ class Worker:
         self._output = self._process.stdout
 
     def ready(self) -> dict[str, Any]:
-        """Waits until the model is loaded; returns the facts of its `ready` event."""
+        """Waits until the model is loaded; returns the info of its `ready` event."""
         return self.read_event()
 
     def send(self, message: Mapping[str, object]) -> None:

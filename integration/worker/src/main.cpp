@@ -33,12 +33,12 @@ constexpr std::chrono::milliseconds kStopGrace{1500};
 constexpr std::chrono::milliseconds kLastEventsLimit{150};  // for the engine to give them, then for the client's room
 
 // Requests from stdin until its end or a signal, events to the output. The link: of the model's ranks, if it has several.
-void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& model, ProtocolOutput& output,
+void serve(const WorkerOptions& options, const ServerInfo& info, StepModel& model, ProtocolOutput& output,
            StopSignals& signals, RankLink* link = nullptr) {
-  BlockManager blocks(facts.num_blocks, facts.block_size, options.enable_prefix_cache);
+  BlockManager blocks(info.num_blocks, info.block_size, options.enable_prefix_cache);
   const EngineLimits limits{
-      {options.max_seqs_per_batch, options.max_tokens_per_batch}, facts.max_model_len, facts.eos_token_ids};
-  const RequestLimits request_limits{facts.vocab_size, facts.max_model_len, blocks.num_slots()};
+      {options.max_seqs_per_batch, options.max_tokens_per_batch}, info.max_model_len, info.eos_token_ids};
+  const RequestLimits request_limits{info.vocab_size, info.max_model_len, blocks.num_slots()};
   Engine engine(
       model,
       blocks,
@@ -46,7 +46,7 @@ void serve(const WorkerOptions& options, const ServerFacts& facts, StepModel& mo
       [&](std::string_view events) { output.write(events); },
       [](const std::string& message) { std::cerr << "a step failed: " << message << std::endl; });
 
-  output.write(ready_event(facts));
+  output.write(ready_event(info));
   Inbox inbox;
   const LineReader reader(
       STDIN_FILENO,
@@ -94,10 +94,10 @@ void serve_alone(const WorkerOptions& options, const RankPlace& place, StopSigna
   check_checkpoint(options.model);
   start_python(options);
   const std::unique_ptr<LoadedModel> loaded = load_model(options, place);
-  const ServerFacts facts = make_facts(options, *loaded);
+  const ServerInfo info = make_server_info(options, *loaded);
   TorchStepModel model(
-      StepExecutor(prepare_model(options, facts, *loaded, std::nullopt), facts.block_size, loaded->device()));
-  serve(options, facts, model, output, signals);
+      StepExecutor(prepare_model(options, info, *loaded, std::nullopt), info.block_size, loaded->device()));
+  serve(options, info, model, output, signals);
 }
 
 // One rank's life, once it has met the others.
@@ -106,8 +106,8 @@ void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutpu
   const std::chrono::seconds start_limit(options.tp_start_timeout);
   start_python(options);
   const std::unique_ptr<LoadedModel> loaded = load_model(options, place);
-  const ServerFacts facts = make_facts(options, *loaded);
-  agree(ranks, rank_facts(options, facts, *loaded), start_limit);
+  const ServerInfo info = make_server_info(options, *loaded);
+  agree(ranks, rank_info(options, info, *loaded), start_limit);
 
   ParallelArgs parallel;
   parallel.tp_rank(place.rank).tp_size(place.size).host(place.host).port(place.port);
@@ -118,7 +118,7 @@ void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutpu
   group_options.timeout_seconds = static_cast<double>(std::max(options.tp_start_timeout, options.tp_timeout));
   std::optional<executor::TensorParallelGroup> group =
       for_user([&] { return executor::TensorParallelGroup::join(parallel, group_options); });
-  StepExecutor executor(prepare_model(options, facts, *loaded, group), facts.block_size, loaded->device());
+  StepExecutor executor(prepare_model(options, info, *loaded, group), info.block_size, loaded->device());
   ranks.link().watch_collectives(native::count_collectives(group->name()));
   const auto leave = [&] {
     ranks.link().watch_collectives(nullptr);
@@ -129,7 +129,7 @@ void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutpu
     return follow(ranks, std::move(executor), leave);
   }
   LeaderModel model(std::move(executor), ranks, leave);
-  serve(options, facts, model, output, signals, &ranks.link());
+  serve(options, info, model, output, signals, &ranks.link());
 }
 
 // What a rank says last when it cannot go on: what it knows of the others, rather than what came of that here.

@@ -79,19 +79,19 @@ std::string dtype_name(at::ScalarType dtype) {
   }
 }
 
-std::vector<std::vector<at::Tensor>> make_kv_caches(const LoadedModel& model, const ServerFacts& facts) {
+std::vector<std::vector<at::Tensor>> make_kv_caches(const LoadedModel& model, const ServerInfo& info) {
   const auto like = at::TensorOptions().dtype(model.dtype()).device(model.device());
   std::vector<std::vector<at::Tensor>> caches;
   try {
     for (const executor::CacheShape& layer : model.cache_shapes()) {
       const auto make = [&] {
-        return at::empty({facts.num_blocks, facts.block_size, layer.num_kv_heads, layer.head_dim}, like);
+        return at::empty({info.num_blocks, info.block_size, layer.num_kv_heads, layer.head_dim}, like);
       };
       caches.push_back({make(), make()});
     }
   } catch (const c10::Error& error) {
-    throw std::runtime_error("a KV cache of " + std::to_string(facts.num_blocks) + " pages of " +
-                             std::to_string(facts.block_size) +
+    throw std::runtime_error("a KV cache of " + std::to_string(info.num_blocks) + " pages of " +
+                             std::to_string(info.block_size) +
                              " tokens does not fit into memory: " + error.what_without_backtrace());
   }
   return caches;
@@ -149,42 +149,42 @@ std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const Rank
   });
 }
 
-ServerFacts make_facts(const WorkerOptions& options, const LoadedModel& model) {
+ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& model) {
   int64_t bytes_per_token = 0;
   for (const executor::CacheShape& shape : model.cache_shapes()) {
     bytes_per_token += 2 * shape.num_kv_heads * shape.head_dim * static_cast<int64_t>(at::elementSize(model.dtype()));
   }
-  ServerFacts facts;
-  facts.model_type = model.args().model_type();
-  facts.dtype = dtype_name(model.dtype());
-  facts.device = model.device().str();
-  facts.vocab_size = model.args().vocab_size();
-  facts.max_model_len = choose_max_model_len(options, model.args().max_position_embeddings());
-  facts.num_blocks = choose_num_blocks(options, bytes_per_token, facts.max_model_len);
-  facts.block_size = options.block_size;
-  facts.eos_token_ids = model.args().eos_token_ids();
-  return facts;
+  ServerInfo info;
+  info.model_type = model.args().model_type();
+  info.dtype = dtype_name(model.dtype());
+  info.device = model.device().str();
+  info.vocab_size = model.args().vocab_size();
+  info.max_model_len = choose_max_model_len(options, model.args().max_position_embeddings());
+  info.num_blocks = choose_num_blocks(options, bytes_per_token, info.max_model_len);
+  info.block_size = options.block_size;
+  info.eos_token_ids = model.args().eos_token_ids();
+  return info;
 }
 
 std::unique_ptr<TensorModel> prepare_model(const WorkerOptions& options,
-                                           const ServerFacts& facts,
+                                           const ServerInfo& info,
                                            LoadedModel& model,
                                            const std::optional<executor::TensorParallelGroup>& group) {
-  return for_user([&] { return model.prepare(options, facts, make_kv_caches(model, facts), group); });
+  return for_user([&] { return model.prepare(options, info, make_kv_caches(model, info), group); });
 }
 
-nlohmann::json rank_facts(const WorkerOptions& options, const ServerFacts& facts, const LoadedModel& model) {
+nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, const LoadedModel& model) {
   nlohmann::json result = {{"model_impl", options.model_impl},
                            {"python_graph_backend", options.python_graph_backend},
                            {"enable_graph", options.enable_graph},
                            {"max_seqs_per_batch", options.max_seqs_per_batch},
                            {"max_tokens_per_batch", options.max_tokens_per_batch},
                            {"tp_backend", options.tp_backend},
-                           {"dtype", facts.dtype},
+                           {"dtype", info.dtype},
                            {"device", at::DeviceTypeName(model.device().type(), /*lower_case=*/true)},
-                           {"max_model_len", facts.max_model_len},
-                           {"num_blocks", facts.num_blocks},
-                           {"block_size", facts.block_size},
+                           {"max_model_len", info.max_model_len},
+                           {"num_blocks", info.num_blocks},
+                           {"block_size", info.block_size},
                            {"torch", TORCH_VERSION}};
   std::string contract = std::to_string(kContractVersionMajor) + "." + std::to_string(kContractVersionMinor);
   for_each_property_of<AttentionMetadata>([&](auto property) { contract.append(1, ' ').append(property.name); });

@@ -34,7 +34,7 @@ class LoadedModel {
   // Makes it ready for its first step, warm-up included. Once. `group`: of its ranks, which all call this; absent when
   // it has one rank. caches: [layer] -> {k, v}.
   virtual std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
-                                               const ServerFacts& facts,
+                                               const ServerInfo& info,
                                                std::vector<std::vector<at::Tensor>> caches,
                                                const std::optional<executor::TensorParallelGroup>& group) = 0;
 };
@@ -45,14 +45,14 @@ void start_python(const WorkerOptions& options);
 
 // After start_python. Throws std::exception with a message for the user: no such device, architecture, ...
 std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const RankPlace& place);
-ServerFacts make_facts(const WorkerOptions& options, const LoadedModel& model);
+ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& model);
 std::unique_ptr<TensorModel> prepare_model(const WorkerOptions& options,
-                                           const ServerFacts& facts,
+                                           const ServerInfo& info,
                                            LoadedModel& model,
                                            const std::optional<executor::TensorParallelGroup>& group);
 
 // What the ranks of a model must have in common.
-nlohmann::json rank_facts(const WorkerOptions& options, const ServerFacts& facts, const LoadedModel& model);
+nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, const LoadedModel& model);
 
 // The two implementations.
 std::unique_ptr<LoadedModel> load_python_model(const executor::LoadOptions& options, const ParallelArgs& parallel);

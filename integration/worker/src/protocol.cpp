@@ -137,16 +137,16 @@ InputLine parse_input_line(std::string_view text, int64_t number, const RequestL
   return line;
 }
 
-std::string ready_event(const ServerFacts& facts) {
+std::string ready_event(const ServerInfo& info) {
   return to_line({{"event", "ready"},
-                  {"model_type", facts.model_type},
-                  {"vocab_size", facts.vocab_size},
-                  {"max_model_len", facts.max_model_len},
-                  {"num_blocks", facts.num_blocks},
-                  {"block_size", facts.block_size},
-                  {"dtype", facts.dtype},
-                  {"device", facts.device},
-                  {"eos_token_ids", facts.eos_token_ids}});
+                  {"model_type", info.model_type},
+                  {"vocab_size", info.vocab_size},
+                  {"max_model_len", info.max_model_len},
+                  {"num_blocks", info.num_blocks},
+                  {"block_size", info.block_size},
+                  {"dtype", info.dtype},
+                  {"device", info.device},
+                  {"eos_token_ids", info.eos_token_ids}});
 }
 
 std::string token_event(const std::string& id, const NextToken& token) {

@@ -42,7 +42,7 @@ struct InputLine {
 InputLine parse_input_line(std::string_view text, int64_t number, const RequestLimits& limits);
 
 // What a client may want to know before its first request.
-struct ServerFacts {
+struct ServerInfo {
   std::string model_type;
   std::string dtype;
   std::string device;
@@ -54,7 +54,7 @@ struct ServerFacts {
 };
 
 // Events; each is one line with its line feed.
-std::string ready_event(const ServerFacts& facts);
+std::string ready_event(const ServerInfo& info);
 std::string token_event(const std::string& id, const NextToken& token);
 std::string finished_event(const Sequence& sequence, std::string_view finish_reason);
 std::string error_event(const std::optional<std::string>& id,

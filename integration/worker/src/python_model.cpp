@@ -16,23 +16,23 @@ using executor::PyExecutor;
 // What gloo does, a device graph cannot hold.
 constexpr const char* kCollectives = "xllm::all_reduce_,xllm::all_reduce_add_rms_norm_,xllm::all_gather";
 
-executor::Config executor_config(const WorkerOptions& options, const ServerFacts& facts, bool leaves_out_collectives) {
+executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool leaves_out_collectives) {
   return {{"python_graph_backend", options.python_graph_backend},
           {"graph_cut_ops", leaves_out_collectives ? std::string(kCollectives) : std::string()},
           {"max_tokens_per_batch", options.max_tokens_per_batch},
-          {"max_model_len", facts.max_model_len}};
+          {"max_model_len", info.max_model_len}};
 }
 
 class PythonTensorModel : public TensorModel {
  public:
   PythonTensorModel(PyCausalLM model,
                     const WorkerOptions& options,
-                    const ServerFacts& facts,
+                    const ServerInfo& info,
                     const std::vector<std::vector<at::Tensor>>& caches,
                     std::optional<executor::TensorParallelGroup> group)
       : model_(std::move(model)),
         executor_(model_,
-                  executor_config(options, facts, group && model_.device().is_cuda() && options.tp_backend == "gloo"),
+                  executor_config(options, info, group && model_.device().is_cuda() && options.tp_backend == "gloo"),
                   options.max_seqs_per_batch),
         group_(std::move(group)) {
     executor_.bind_kv_caches(caches);
@@ -68,12 +68,12 @@ class LoadedPythonModel : public LoadedModel {
   std::vector<executor::CacheShape> cache_shapes() const override { return model_->cache_shapes(); }
 
   std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
-                                       const ServerFacts& facts,
+                                       const ServerInfo& info,
                                        std::vector<std::vector<at::Tensor>> caches,
                                        const std::optional<executor::TensorParallelGroup>& group) override {
     PyCausalLM model = std::move(model_.value());
     model_.reset();
-    return std::make_unique<PythonTensorModel>(std::move(model), options, facts, caches, group);
+    return std::make_unique<PythonTensorModel>(std::move(model), options, info, caches, group);
   }
 
  private:

@@ -79,9 +79,9 @@ def test_every_backend_gives_the_same(
     small_model: CausalLM, make_caches: Caches, options: dict[str, Any], steps: dict[str, int]
 ) -> None:
     torch.compiler.reset()
-    truth = run_all(make_executor(small_model, make_caches, python_graph_backend="off"))
+    reference = run_all(make_executor(small_model, make_caches, python_graph_backend="off"))
     executor = make_executor(small_model, make_caches, eager_is_error=True, **options)
-    assert_same(run_all(executor), truth)
+    assert_same(run_all(executor), reference)
     stats = executor.stats()
     assert stats["steps"] == steps
     assert stats["plans"] == [3]
@@ -176,8 +176,8 @@ def test_a_backend_that_cannot_capture(
 
 def test_ops_that_no_graph_may_hold_leave_no_full_graph(small_model: CausalLM, make_caches: Caches) -> None:
     executor = make_executor(small_model, make_caches, graph_cut_ops="xllm::silu_and_mul", eager_is_error=True)
-    truth = run_all(make_executor(small_model, make_caches, python_graph_backend="off"))
-    assert_same(run_all(executor), truth)
+    reference = run_all(make_executor(small_model, make_caches, python_graph_backend="off"))
+    assert_same(run_all(executor), reference)
     stats: Any = executor.stats()
     assert stats["steps"] == {"piecewise": 3}
     assert stats["graph_misses"] == {"decode_graph": {"ops_not_captured": 1}}
@@ -226,8 +226,8 @@ def test_weights_loaded_again_are_what_graphs_use(small_model: CausalLM, make_ca
         for ours, theirs in zip(small_model.parameters(), other.parameters(), strict=True):
             theirs.mul_(1.1)
             ours.copy_(theirs)
-    truth = run_all(make_executor(other, make_caches, python_graph_backend="off"))
-    assert_same(run_all(executor), truth)
+    reference = run_all(make_executor(other, make_caches, python_graph_backend="off"))
+    assert_same(run_all(executor), reference)
 
 
 def test_a_progress_bar_only_when_asked(

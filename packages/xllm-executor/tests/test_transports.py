@@ -12,15 +12,15 @@ import torch
 from torch import distributed
 
 from xllm_executor import transports
-from xllm_executor.transports import RankFacts, choose_transport, local_facts, why_not_symmetric
+from xllm_executor.transports import RankInfo, choose_transport, local_rank_info, why_not_symmetric
 from xllm_models.ops import TransportRule
 
-FIRST = RankFacts(host="a", device="gpu 0", refusal="")
+FIRST = RankInfo(host="a", device="gpu 0", refusal="")
 SECOND = replace(FIRST, device="gpu 1")
 
 
 @pytest.mark.parametrize(
-    ("facts", "reason"),
+    ("infos", "reason"),
     [
         ([FIRST, SECOND], ""),
         ([FIRST], "there is one rank"),
@@ -31,18 +31,18 @@ SECOND = replace(FIRST, device="gpu 1")
         ([replace(FIRST, refusal="never"), replace(SECOND, refusal="no")], "rank 0: never"),
     ],
 )
-def test_what_is_against_symmetric_memory(facts: list[RankFacts], reason: str) -> None:
-    assert why_not_symmetric(facts) == reason
+def test_what_is_against_symmetric_memory(infos: list[RankInfo], reason: str) -> None:
+    assert why_not_symmetric(infos) == reason
 
 
 def test_a_rank_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert local_facts(cpu, allowed=True).refusal == "device cpu has no symmetric memory"
-    assert local_facts(cpu, allowed=False).refusal == "symmetric memory is switched off"
-    assert local_facts(cpu, allowed=True).host == local_facts(cpu, allowed=False).host
+    assert local_rank_info(cpu, allowed=True).refusal == "device cpu has no symmetric memory"
+    assert local_rank_info(cpu, allowed=False).refusal == "symmetric memory is switched off"
+    assert local_rank_info(cpu, allowed=True).host == local_rank_info(cpu, allowed=False).host
     monkeypatch.setattr(transports, "lacking", lambda: ("triton",))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "u"}))
-    told = local_facts(torch.device("cuda:0"), allowed=True)
+    told = local_rank_info(torch.device("cuda:0"), allowed=True)
     assert told.refusal == "there is no triton"
     assert told.device == "u"
 
@@ -75,15 +75,15 @@ Choose = Callable[..., list[tuple[Any, str]]]
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
-    """`choose(facts, make)`: the choice of ranks with these facts, where `make(group)` is symmetric memory's start."""
+    """`choose(infos, make)`: the choice of ranks with these infos, where `make(group)` is symmetric memory's start."""
 
-    def choose(facts: Sequence[RankFacts], make: Callable[[Member], object]) -> list[tuple[Any, str]]:
+    def choose(infos: Sequence[RankInfo], make: Callable[[Member], object]) -> list[tuple[Any, str]]:
         monkeypatch.setattr(transports, "GroupTransport", Own)
         monkeypatch.setattr(transports, "SymmetricTransport", lambda group, device, rule: make(group))
-        monkeypatch.setattr(transports, "local_facts", lambda device, allowed: facts[device.index])
+        monkeypatch.setattr(transports, "local_rank_info", lambda device, allowed: infos[device.index])
         store = distributed.HashStore()
-        members = [Member(number=rank, count=len(facts)) for rank in range(len(facts))]
-        with ThreadPoolExecutor(len(facts)) as pool:
+        members = [Member(number=rank, count=len(infos)) for rank in range(len(infos))]
+        with ThreadPoolExecutor(len(infos)) as pool:
             return list(pool.map(lambda m: choose_transport(m, store, torch.device("cuda", m.number)), members))
 
     return choose

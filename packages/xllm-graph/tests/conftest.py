@@ -1,4 +1,4 @@
-"""A toy model with two attention groups, and worlds of it on every runtime."""
+"""A toy model with two attention groups, and harnesses of it on every runtime."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xllm_graph import (
     sequence_buckets,
     token_buckets,
 )
-from xllm_graph.conformance import Limits, World
+from xllm_graph.conformance import Limits, ReplayHarness
 from xllm_metadata import LayerCache
 
 SPECS = tuple(
@@ -80,7 +80,7 @@ class ToyModel(nn.Module):
 
 @dataclass(slots=True)
 class Setup:
-    """Everything behind a world, for tests that reach into it."""
+    """Everything behind a harness, for tests that reach into it."""
 
     model: ToyModel
     backend: AttentionBackend
@@ -88,7 +88,7 @@ class Setup:
     runners: RunnerSet
     decode: DecodeGraphRunner
     piecewise: PiecewiseGraphRunner
-    world: World
+    harness: ReplayHarness
 
 
 MakeSetup = Callable[..., Setup]
@@ -142,7 +142,7 @@ def make_setup(place: tuple[str, str]) -> MakeSetup:
         model = (model or ToyModel()).to(device)
         specs = [layer.spec for layer in model.attn]
         backend, caches = make_backend(device, specs, limits)
-        truth_backend, truth_caches = make_backend(device, specs, limits)
+        reference_backend, reference_caches = make_backend(device, specs, limits)
         runtime = create_runtime(runtime_name, device)
         common = (model, model.compute_logits, backend, runtime)
         decode = DecodeGraphRunner(
@@ -158,11 +158,13 @@ def make_setup(place: tuple[str, str]) -> MakeSetup:
         runners = RunnerSet(eager, [decode, piecewise], runtime=runtime)
         if warm:
             runners.warmup()
-        truth = EagerRunner(model, model.compute_logits, truth_backend)
-        world = World(runners.execute, runners, caches, truth.execute, truth_caches, limits=limits, device=device)
+        reference = EagerRunner(model, model.compute_logits, reference_backend)
+        harness = ReplayHarness(
+            runners.execute, runners, caches, reference.execute, reference_caches, limits=limits, device=device
+        )
         return Setup(
             model=model, backend=backend, runtime=runtime, runners=runners, decode=decode, piecewise=piecewise,
-            world=world,
+            harness=harness,
         )  # fmt: skip
 
     return make

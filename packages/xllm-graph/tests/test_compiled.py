@@ -29,9 +29,9 @@ def compiled(setup: Any, compiler: str, **options: Any) -> CompiledRunner:
     """Puts a compiled runner in front of the setup's eager one."""
     model = setup.model
     runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler=compiler, page_size=4, **options)
-    setup.world.runners = RunnerSet(setup.runners.eager, [runner], eager_is_error=True)
-    setup.world._execute = setup.world.runners.execute
-    setup.world.runners.warmup()
+    setup.harness.runners = RunnerSet(setup.runners.eager, [runner], eager_is_error=True)
+    setup.harness._execute = setup.harness.runners.execute
+    setup.harness.runners.warmup()
     return runner
 
 
@@ -40,10 +40,10 @@ def test_all_scenarios_with_one_compilation(make_setup: MakeSetup, compiler: str
     setup = make_setup(warm=False)
     runner = compiled(setup, compiler)
     for scenario in SCENARIOS:
-        scenario(setup.world)
-        setup.world.clear()
+        scenario(setup.harness)
+        setup.harness.clear()
     assert runner.num_compilations == 1
-    assert set(setup.world.runners.stats.steps) == {"compiled"}
+    assert set(setup.harness.runners.stats.steps) == {"compiled"}
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_all_scenarios_with_one_compilation(make_setup: MakeSetup, compiler: str
 def test_inductor(make_setup: MakeSetup) -> None:
     setup = make_setup(warm=False)
     runner = compiled(setup, "inductor")
-    SCENARIOS[-1](setup.world)
+    SCENARIOS[-1](setup.harness)
     assert runner.num_compilations == 1
 
 
@@ -65,7 +65,7 @@ def test_no_compilation_in_another_thread(make_setup: MakeSetup) -> None:
     def work() -> None:
         torch.set_num_threads(2)
         try:
-            setup.world.step((setup.world.add(), 5))
+            setup.harness.step((setup.harness.add(), 5))
         except RuntimeError as error:
             errors.append(error)
 
@@ -81,7 +81,7 @@ def test_a_runner_made_and_warmed_up_in_inference_mode_serves_outside(make_setup
     with torch.inference_mode():
         compiled(setup, "eager")
     for count in (5, 1):
-        setup.world.step((setup.world.add(), count))
+        setup.harness.step((setup.harness.add(), count))
 
 
 def test_steps_in_inference_mode(make_setup: MakeSetup) -> None:
@@ -89,7 +89,7 @@ def test_steps_in_inference_mode(make_setup: MakeSetup) -> None:
     compiled(setup, "eager")
     with torch.inference_mode():
         for count in (5, 1):
-            setup.world.step((setup.world.add(), count))
+            setup.harness.step((setup.harness.add(), count))
 
 
 @pytest.mark.parametrize(("max_num_tokens", "max_model_len"), [(1, 4), (4, 1)])
@@ -101,8 +101,8 @@ def test_steps_of_one_token_at_most(make_setup: MakeSetup, max_num_tokens: int, 
     )  # fmt: skip
     setup = make_setup(warm=False, limits=limits)
     compiled(setup, "eager")
-    setup.world.step((setup.world.add(), 1))
-    setup.world.step()
+    setup.harness.step((setup.harness.add(), 1))
+    setup.harness.step()
 
 
 def test_release_drops_what_was_compiled(make_setup: MakeSetup) -> None:
@@ -127,7 +127,7 @@ def test_a_compilation_after_warmup_is_an_error(make_setup: MakeSetup) -> None:
     compiled(setup, "eager")
     setup.model.embed.scale_grad_by_freq = True  # a constant of what was compiled
     with pytest.raises(RuntimeError, match="compiled again after warm-up"):
-        setup.world.step((setup.world.add(), 5))
+        setup.harness.step((setup.harness.add(), 5))
 
 
 def test_passes_change_the_graph(make_setup: MakeSetup) -> None:
@@ -144,7 +144,7 @@ def test_passes_change_the_graph(make_setup: MakeSetup) -> None:
     assert any("attention" in target for target in seen)
     scenario: Scenario = SCENARIOS[0]
     with pytest.raises(ConformanceError, match="differs by"):
-        scenario(setup.world)
+        scenario(setup.harness)
 
 
 def test_order_and_names(make_setup: MakeSetup) -> None:
@@ -153,7 +153,7 @@ def test_order_and_names(make_setup: MakeSetup) -> None:
     with pytest.raises(ValueError, match=r"no torch\.compile backend 'nope'; available are"):
         CompiledRunner(model, model.compute_logits, setup.backend, compiler="nope", page_size=4)
     runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler="eager", page_size=4)
-    metadata, tokens, positions = setup.world._build([(setup.world.add(), 3)])
+    metadata, tokens, positions = setup.harness._build([(setup.harness.add(), 3)])
     with pytest.raises(RuntimeError, match="execute was called before warmup"):
         runner.execute(tokens, positions, metadata, None)
     runner.warmup()

@@ -14,10 +14,10 @@ MakeSetup = Callable[..., Any]
 
 def decode_step(setup: Any, num_seqs: int) -> tuple[Any, ...]:
     """Arguments of a decode step of new requests with a token each in the cache."""
-    requests = [setup.world.add() for _ in range(num_seqs)]
+    requests = [setup.harness.add() for _ in range(num_seqs)]
     for number in requests:
-        setup.world.step((number, 2))
-    metadata, tokens, positions = setup.world._build([(number, 1) for number in requests])
+        setup.harness.step((number, 2))
+    metadata, tokens, positions = setup.harness._build([(number, 1) for number in requests])
     return tokens, positions, metadata
 
 

@@ -29,7 +29,7 @@ def caught(setup: Any, *names: str) -> None:
     """Every one of the named scenarios finds the fault, by a check or by an access out of bounds."""
     for name in names:
         with pytest.raises((ConformanceError, IndexError, ValueError, RuntimeError)):
-            BY_NAME[name](setup.world)
+            BY_NAME[name](setup.harness)
 
 
 TENSOR_FIELDS = [field.name for field in FIELDS if field.kind.is_tensor and field.when.value == "always"]
@@ -120,11 +120,11 @@ def test_a_stale_plan(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_another_plan_layout_than_the_captured_one(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = make_setup()
-    request = setup.world.add()
-    setup.world.step((request, 2))
+    request = setup.harness.add()
+    setup.harness.step((request, 2))
     monkeypatch.setattr(type(setup.backend), "plan_layout", property(lambda self: "other"))
     with pytest.raises(RuntimeError, match="planned bucket 1 as 'other'; its graph was captured as"):
-        setup.world.step((request, 1))
+        setup.harness.step((request, 1))
 
 
 def test_a_padding_row_of_length_1(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_padding_row_of_length_1(make_setup: MakeSetup, monkeypatch: pytest.Mo
 def test_a_capture_that_never_happens(make_setup: MakeSetup) -> None:
     setup = make_setup(warm=False)
     with pytest.raises(ConformanceError, match="steps ran eagerly"):
-        BY_NAME["all_under_graphs"](setup.world)
+        BY_NAME["all_under_graphs"](setup.harness)
     reasons = setup.runners.stats.eager_reasons
     assert reasons[EagerReason.NOT_WARMED_UP.value] == sum(setup.runners.stats.steps.values())
 

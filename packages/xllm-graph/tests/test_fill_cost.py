@@ -32,12 +32,12 @@ class Ops(TorchDispatchMode):
 def test_ops_of_a_fill(make_setup: Callable[..., Any], live: int, ops: dict[str, int]) -> None:
     """Of a size that was seen before, wherever the step itself lies."""
     setup = make_setup()
-    world = setup.world
-    requests = [world.add() for _ in range(live)]
+    harness = setup.harness
+    requests = [harness.add() for _ in range(live)]
     for number in requests:
-        world.step((number, 2))
+        harness.step((number, 2))
     for _ in range(2):
-        metadata, tokens, positions = world._build([(number, 1) for number in requests])
+        metadata, tokens, positions = harness._build([(number, 1) for number in requests])
         with Ops() as mode:
             setup.decode._fill(tokens, positions, metadata, 8, tokens)
     assert mode.counts == ops

@@ -44,9 +44,9 @@ def test_extra_ops_run_between_graphs(make_setup: Callable[..., Any], cut: tuple
     with_ops(setup.model)
     setup.runners.warmup()
     assert {report.num_graphs for report in setup.piecewise.reports} == {3 + len(cut)}
-    first = setup.world.add()
-    setup.world.step((first, 5))
-    setup.world.step((first, 4), (setup.world.add(), 3))
+    first = setup.harness.add()
+    setup.harness.step((first, 5))
+    setup.harness.step((first, 4), (setup.harness.add(), 3))
 
 
 def test_results_of_ops_between_graphs_outlive_inference_mode(make_setup: Callable[..., Any]) -> None:
@@ -54,7 +54,7 @@ def test_results_of_ops_between_graphs_outlive_inference_mode(make_setup: Callab
     with_ops(setup.model)
     with torch.inference_mode():
         setup.runners.warmup()
-    setup.world.step((setup.world.add(), 5))
+    setup.harness.step((setup.harness.add(), 5))
 
 
 def test_a_name_that_is_no_op_is_refused(make_setup: Callable[..., Any]) -> None:
@@ -64,14 +64,14 @@ def test_a_name_that_is_no_op_is_refused(make_setup: Callable[..., Any]) -> None
 
 def test_limits_and_order(make_setup: Callable[..., Any]) -> None:
     setup = make_setup(warm=False)
-    metadata, tokens, positions = setup.world._build([(setup.world.add(), 3)])
+    metadata, tokens, positions = setup.harness._build([(setup.harness.add(), 3)])
     for runner in (setup.piecewise, setup.decode):
         with pytest.raises(RuntimeError, match="execute was called before warmup"):
             runner.execute(tokens, positions, metadata, None)
     setup.runners.warmup()
     with pytest.raises(RuntimeError, match="graphs are captured once"):
         setup.runners.warmup()
-    other, _, _ = setup.world._build([(setup.world.add(), 2)])
+    other, _, _ = setup.harness._build([(setup.harness.add(), 2)])
     with pytest.raises(ValueError, match="3 tokens; the metadata has slots for 2"):
         setup.piecewise.execute(tokens, positions, other, None)
     many = torch.zeros(65, dtype=torch.int32)

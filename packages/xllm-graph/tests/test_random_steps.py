@@ -17,26 +17,26 @@ STEPS = st.lists(st.lists(st.integers(0, 6), max_size=11), min_size=1, max_size=
 
 @SETTINGS
 @given(steps=STEPS, ends=st.sets(st.integers(0, 5)))
-def check(world: Any, steps: list[list[int]], ends: set[int]) -> None:
-    world.clear()
+def check(harness: Any, steps: list[list[int]], ends: set[int]) -> None:
+    harness.clear()
     requests: list[int] = []
     for index, counts in enumerate(steps):
-        left, parts = world.limits.max_num_tokens, []
+        left, parts = harness.limits.max_num_tokens, []
         for place, count in enumerate(counts):
             if place == len(requests):
-                requests.append(world.add())
+                requests.append(harness.add())
             number = requests[place]
-            count = min(count, left, world.limits.max_model_len - world.length(number))
+            count = min(count, left, harness.limits.max_model_len - harness.length(number))
             if count:
                 parts.append((number, count))
                 left -= count
-        world.step(*parts)
+        harness.step(*parts)
         if index in ends and requests:
-            world.drop(requests.pop())
+            harness.drop(requests.pop())
 
 
 @pytest.mark.parametrize("logits_in_graph", [True, False])
 def test_random_steps(make_setup: Any, logits_in_graph: bool) -> None:
     setup = make_setup(logits_in_graph=logits_in_graph)
-    check(setup.world)
+    check(setup.harness)
     assert "eager" not in setup.runners.stats.steps

@@ -78,7 +78,7 @@ def test_warmup_writes_nothing_and_reports_everything(make_setup: MakeSetup) -> 
     setup = make_setup(warm=False)
     reports: list[CaptureReport] = []
     setup.runners.warmup(reports.append)
-    assert all(torch.isnan(cache).all() for cache in setup.world._caches)
+    assert all(torch.isnan(cache).all() for cache in setup.harness._caches)
     assert tuple(reports) == setup.runners.reports
     assert len(reports) == setup.runners.num_captures
     assert {report.num_graphs for report in setup.decode.reports} == {1}
@@ -106,7 +106,7 @@ def test_work_in_another_thread_goes_on_during_a_capture(make_setup: MakeSetup) 
         stop.set()
         thread.join()
     assert set(results) == {128.0, 1.0}
-    SCENARIOS[-1](setup.world)
+    SCENARIOS[-1](setup.harness)
 
 
 def test_a_step_in_another_thread_than_the_warmup(make_setup: MakeSetup) -> None:
@@ -115,7 +115,7 @@ def test_a_step_in_another_thread_than_the_warmup(make_setup: MakeSetup) -> None
 
     def work() -> None:
         try:
-            SCENARIOS[-1](setup.world)
+            SCENARIOS[-1](setup.harness)
         except (ConformanceError, RuntimeError, ValueError) as error:
             errors.append(error)
 
@@ -130,11 +130,11 @@ def test_runners_made_and_warmed_up_in_inference_mode_serve_outside(make_setup: 
     with torch.inference_mode():
         setup = make_setup()
     for scenario in (SCENARIOS[0], SCENARIOS[-1]):
-        scenario(setup.world)
-        setup.world.clear()
-    request = setup.world.add()
+        scenario(setup.harness)
+        setup.harness.clear()
+    request = setup.harness.add()
     for count in (3, 1):
-        metadata, tokens, positions = setup.world._build([(request, count)])
+        metadata, tokens, positions = setup.harness._build([(request, count)])
         rows = torch.zeros(1, dtype=torch.int32, device=tokens.device)
         for wanted in (rows, None):
             with torch.inference_mode():
@@ -155,8 +155,8 @@ def test_a_failed_capture_leaves_eager_execution_usable(make_setup: MakeSetup) -
     with pytest.raises((CaptureError, RuntimeError)):
         setup.runners.warmup()
     del setup.model.forward
-    request = setup.world.add()
-    assert setup.world.step((request, 3)).tolist()
+    request = setup.harness.add()
+    assert setup.harness.step((request, 3)).tolist()
     assert setup.runners.stats.eager_reasons == {"not_warmed_up": 1}
 
 
@@ -174,16 +174,16 @@ def test_a_warmup_that_fails_midway_is_undone(make_setup: MakeSetup, name: str) 
             runners.warmup(fail)
     assert setup.runners.reports == ()
     assert setup.runners.memory_bytes == 0
-    request = setup.world.add()
-    setup.world.step((request, 3))
-    setup.world.step((request, 1))
+    request = setup.harness.add()
+    setup.harness.step((request, 3))
+    setup.harness.step((request, 1))
     assert setup.runners.stats.eager_reasons == {"not_warmed_up": 2}
     setup.runners.warmup()
     assert len(setup.runners.reports) == setup.runners.num_captures
     with pytest.raises(RuntimeError, match="graphs are captured once"):
         setup.runners.warmup(fail)
-    setup.world.step((request, 3))
-    setup.world.step((request, 1))
+    setup.harness.step((request, 3))
+    setup.harness.step((request, 1))
     assert setup.runners.stats.steps == {"eager": 2, "piecewise": 1, "decode_graph": 1}
 
 
@@ -193,5 +193,5 @@ def test_release_gives_the_memory_back(make_setup: MakeSetup) -> None:
     setup.runners.release()
     assert setup.runners.memory_bytes == 0
     assert setup.runners.reports == ()
-    setup.world.step((setup.world.add(), 3))
+    setup.harness.step((setup.harness.add(), 3))
     assert set(setup.runners.stats.steps) == {"eager"}

@@ -178,10 +178,10 @@ def test_too_many_pages_and_missing_fields_are_named() -> None:
 def test_what_lies_beside_is_copied_too() -> None:
     static = make_static()
     target, source = torch.zeros(3, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
-    static.fill(DECODE, num_tokens=4, num_seqs=4, beside=[(target, source)])
+    static.fill(DECODE, num_tokens=4, num_seqs=4, extra_copies=[(target, source)])
     assert target.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="slot_mapping"):
-        static.fill(DECODE, num_tokens=2, num_seqs=2, beside=[(target, source + 1)])
+        static.fill(DECODE, num_tokens=2, num_seqs=2, extra_copies=[(target, source + 1)])
     assert target.tolist() == [0, 1, 2]
 
 
@@ -242,6 +242,6 @@ def test_a_step_is_filled_as_if_it_were_the_first() -> None:
         step, message = refused[number % len(refused)]
         target = torch.zeros(1, dtype=torch.int32)
         with pytest.raises(ValueError, match=message):
-            static.fill(step, num_tokens=size, num_seqs=size, beside=[(target, target + 1)])
+            static.fill(step, num_tokens=size, num_seqs=size, extra_copies=[(target, target + 1)])
         assert contents(static) == before
         assert target.tolist() == [0]

@@ -27,7 +27,7 @@ class LoadedNativeModel : public LoadedModel {
   }
 
   std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
-                                       const ServerFacts& facts,
+                                       const ServerInfo& info,
                                        std::vector<std::vector<at::Tensor>> caches,
                                        const std::optional<executor::TensorParallelGroup>& group) override {
     native::Collectives collectives;
@@ -38,7 +38,7 @@ class LoadedNativeModel : public LoadedModel {
                                             std::move(kv),
                                             native::RunnerLimits{.max_num_seqs = options.max_seqs_per_batch,
                                                                  .max_num_tokens = options.max_tokens_per_batch,
-                                                                 .max_model_len = facts.max_model_len,
+                                                                 .max_model_len = info.max_model_len,
                                                                  .in_graph_shapes = options.enable_graph});
   }
 

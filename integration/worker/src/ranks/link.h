@@ -23,7 +23,7 @@ namespace xllm::worker {
 
 enum class FrameType : uint8_t {
   kHello = 1,  // follower: who it is
-  kFacts,      // follower: what it loaded
+  kRankInfo,      // follower: what it loaded
   kGo,         // leader: all agree
   kStep,       // leader: a step
   kDone,       // follower: its step is over; a payload says what went wrong

@@ -2,7 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "ranks/facts.h"
+#include "ranks/rank_info.h"
 #include "ranks/step_codec.h"
 
 namespace xllm::worker {
@@ -32,17 +32,17 @@ double bytes_per_layer_and_step(const json& traffic) {
 
 }  // namespace
 
-void agree(RankGroup& ranks, const json& facts, std::chrono::milliseconds limit) {
+void agree(RankGroup& ranks, const json& info, std::chrono::milliseconds limit) {
   RankLink& link = ranks.link();
   if (link.rank() != 0) {
-    link.send(0, FrameType::kFacts, facts.dump());
+    link.send(0, FrameType::kRankInfo, info.dump());
     link.receive(0);  // no limit of its own: this rank may have loaded long before rank 0
     return;
   }
   const Deadline deadline(limit);
   for (int64_t rank = 1; rank < ranks.place().size; ++rank) {
     const json other = json::parse(link.receive(rank, deadline, "did not load the model").payload);
-    const std::string problem = describe_difference(facts, other, rank);
+    const std::string problem = describe_difference(info, other, rank);
     if (problem.empty()) continue;
     link.abort(problem);
     throw RankFailure(problem);

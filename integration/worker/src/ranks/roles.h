@@ -11,9 +11,9 @@
 
 namespace xllm::worker {
 
-// Compares the ranks' facts on rank 0. Throws RankFailure on every rank when one differs from rank 0, with how, or has not
+// Compares the ranks' info on rank 0. Throws RankFailure on every rank when one differs from rank 0, with how, or has not
 // loaded within `limit` of rank 0.
-void agree(RankGroup& ranks, const nlohmann::json& facts, std::chrono::milliseconds limit);
+void agree(RankGroup& ranks, const nlohmann::json& info, std::chrono::milliseconds limit);
 
 // Rank 0: every step goes to the other ranks before it runs here.
 class LeaderModel : public StepModel, private StepRelay {

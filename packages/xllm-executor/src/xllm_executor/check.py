@@ -17,7 +17,7 @@ import torch
 from torch import distributed, multiprocessing
 
 from xllm_graph import CaptureError
-from xllm_graph.conformance import SCENARIOS, ConformanceError, Limits, MixedWorkload, World
+from xllm_graph.conformance import SCENARIOS, ConformanceError, Limits, MixedWorkload, ReplayHarness
 from xllm_metadata import LayerCache
 from xllm_models import CausalLM, load_model, register_port
 from xllm_models.compare import LOGITS, TOLERANCES, trace_ours
@@ -99,43 +99,43 @@ def _under_graphs(model: CausalLM, options: Options, graph: Mapping[str, str]) -
         vocab_size=model.config.vocab_size,
     )
     try:
-        world, executor, truth = make_world(model, limits, {"attention_backend": options.attention, **graph})
+        harness, executor, reference = make_harness(model, limits, {"attention_backend": options.attention, **graph})
     except CaptureError as error:
         yield f"{backend}: captures", str(error)
         return
-    workload = MixedWorkload(world, num_requests=40, token_budget=24, max_prompt=20, max_answer=12)
+    workload = MixedWorkload(harness, num_requests=40, token_budget=24, max_prompt=20, max_answer=12)
     scenarios = {getattr(scenario, "__name__", "scenario"): scenario for scenario in SCENARIOS}
     for name, scenario in (*scenarios.items(), ("mixed_workload", lambda _: workload.run())):
         finding = None
         try:
-            scenario(world)
+            scenario(harness)
         except ConformanceError as error:
             finding = str(error)
-        world.clear()
+        harness.clear()
         yield f"{backend}: {name}", finding
     executor.shutdown()
-    truth.shutdown()
+    reference.shutdown()
 
 
-def make_world(
+def make_harness(
     model: CausalLM, limits: Limits, options: Mapping[str, object]
-) -> tuple[World, ModelExecutor, ModelExecutor]:
-    """A world over an executor of the options and an eager one with torch's attention, and these two, warmed up.
+) -> tuple[ReplayHarness, ModelExecutor, ModelExecutor]:
+    """A harness over an executor of the options and an eager one with torch's attention, and these two, warmed up.
 
     Shut both down, in that order, before the group of the model's ranks ends.
     """
     executor, caches = _executor(model, limits, options)
-    truth, truth_caches = _executor(model, limits, {"attention_backend": "torch"})
-    world = World(
+    reference, reference_caches = _executor(model, limits, {"attention_backend": "torch"})
+    harness = ReplayHarness(
         executor.execute,
         executor.runners,
         caches,
-        truth.execute,
-        truth_caches,
+        reference.execute,
+        reference_caches,
         limits=limits,
         device=model.device,
     )
-    return world, executor, truth
+    return harness, executor, reference
 
 
 def _executor(model: CausalLM, limits: Limits, options: Mapping[str, object]) -> tuple[ModelExecutor, list[LayerCache]]:

@@ -1,6 +1,6 @@
 """Which transport the ranks of a group use, decided once, at their start, and alike on all of them.
 
-Owns the facts that each rank tells of itself, the decision, and its wording. The transports are `xllm_models.ops`'s.
+Owns the infos that each rank tells of itself, the decision, and its wording. The transports are `xllm_models.ops`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart whose na
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFacts:
+class RankInfo:
     """What a rank tells the others about its device.
 
     Attributes:
@@ -35,8 +35,8 @@ class RankFacts:
     refusal: str
 
 
-def local_facts(device: torch.device, *, allowed: bool) -> RankFacts:
-    """This rank's facts; `allowed` is False where the host wants no symmetric memory."""
+def local_rank_info(device: torch.device, *, allowed: bool) -> RankInfo:
+    """This rank's infos; `allowed` is False where the host wants no symmetric memory."""
     on_cuda = device.type == "cuda"
     refusal = ""
     if not allowed:
@@ -46,23 +46,23 @@ def local_facts(device: torch.device, *, allowed: bool) -> RankFacts:
     elif missing := lacking():
         refusal = f"there is no {', '.join(missing)}"
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
-    return RankFacts(
+    return RankInfo(
         host=f"{socket.gethostname()} {boot}",
         device=str(torch.cuda.get_device_properties(device).uuid) if on_cuda else device.type,
         refusal=refusal,
     )
 
 
-def why_not_symmetric(facts: Sequence[RankFacts]) -> str:
-    """Why ranks with these facts cannot share memory; empty when they may try. The same on all ranks."""
-    if len(facts) < 2:
+def why_not_symmetric(infos: Sequence[RankInfo]) -> str:
+    """Why ranks with these infos cannot share memory; empty when they may try. The same on all ranks."""
+    if len(infos) < 2:
         return "there is one rank"
-    for rank, told in enumerate(facts):
+    for rank, told in enumerate(infos):
         if told.refusal:
             return f"rank {rank}: {told.refusal}"
-        if told.host != facts[0].host:
+        if told.host != infos[0].host:
             return f"rank {rank} is on another host than rank 0"
-    places = [told.device for told in facts]
+    places = [told.device for told in infos]
     for rank, place in enumerate(places):
         if (first := places.index(place)) != rank:
             return f"ranks {first} and {rank} share one device"
@@ -81,12 +81,12 @@ def choose_transport(
         allowed: False for the group's own backend whatever the devices can do.
 
     Raises:
-        RuntimeError: a rank did not tell its facts in time.
+        RuntimeError: a rank did not tell its infos in time.
     """
     rank, size = group.rank(), group.size()
     own = GroupTransport(group)
-    told = _exchange(store, "facts", rank, size, asdict(local_facts(device, allowed=allowed)))
-    refusal = why_not_symmetric([RankFacts(**facts) for facts in told])
+    told = _exchange(store, "infos", rank, size, asdict(local_rank_info(device, allowed=allowed)))
+    refusal = why_not_symmetric([RankInfo(**infos) for infos in told])
     if refusal:
         return own, f"{own.name}, for {refusal}"
     rule = TransportRule.measured(size)

@@ -5,13 +5,13 @@ it knows nothing else of a model. Importing it touches no device.
 """
 
 from .buckets import parse_buckets, sequence_buckets, token_buckets
-from .choice import CapturingRunner, Choice, RunnerSet
 from .compiled import CompiledRunner, GraphPass, compiler_names
 from .decode import DecodeGraphRunner
 from .eager import EagerRunner
 from .piecewise import PiecewiseGraphRunner
 from .report import CaptureReport
 from .runner import EagerReason, Runner, StepStats
+from .runner_set import CapturingRunner, Choice, RunnerSet
 from .runtime import CaptureError, Graph, GraphRuntime, available_runtimes, create_runtime
 
 __all__ = [

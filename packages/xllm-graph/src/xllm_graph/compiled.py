@@ -15,7 +15,7 @@ import torch
 from xllm_attention import AttentionBackend, Phase, forward_context
 from xllm_metadata import AttentionMetadata
 
-from .idle import reading_step
+from .dummy_batch import dummy_batch
 from .inputs import TokenInputs
 from .report import CaptureReport, OnCapture
 from .runner import ComputeLogits, EagerReason, Forward
@@ -98,7 +98,7 @@ class CompiledRunner:
         # The first size must not be one that the compiler could take for a constant of the model.
         for num_tokens in dict.fromkeys((min(largest, 7), min(largest, _MIN_TOKENS), largest)):
             for chunked in (False, True):
-                self._run_idle(forward, num_tokens, chunked=chunked)
+                self._run_dummy_batch(forward, num_tokens, chunked=chunked)
         compiler.is_done = True
         self._compiled, self.num_compilations = forward, compiler.num_compilations
         report = CaptureReport(
@@ -148,9 +148,9 @@ class CompiledRunner:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _run_idle(self, forward: Forward, num_tokens: int, *, chunked: bool) -> None:
+    def _run_dummy_batch(self, forward: Forward, num_tokens: int, *, chunked: bool) -> None:
         backend = self._backend
-        step = reading_step(
+        step = dummy_batch(
             num_tokens, 1, max_model_len=backend.max_model_len, page_size=self._page_size, chunked=chunked,
             device=backend.device,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from xllm_attention import AttentionBackend, Phase, forward_context
 from xllm_metadata import FIELDS, AttentionMetadata, StaticAttentionMetadata
 
 from .buckets import bucket_for, checked_buckets
-from .idle import empty_step, reading_step
+from .dummy_batch import dummy_batch, empty_batch
 from .inputs import POISON, TokenInputs
 from .report import CaptureLog, CaptureReport, OnCapture
 from .runner import ComputeLogits, EagerReason, Forward
@@ -200,11 +200,11 @@ class DecodeGraphRunner:
     def _capture(self, bucket: int) -> _Captured:
         backend, device = self._backend, self._backend.device
         zeros = torch.zeros(bucket, dtype=torch.int32, device=device)
-        reading = reading_step(
+        reading = dummy_batch(
             bucket, bucket, max_model_len=backend.max_model_len, page_size=self._page_size, chunked=False, device=device
         )
         # Real rows first, then the padding that is captured: a kernel may have a variant for either.
-        for ids, step in ((zeros, reading), (zeros[:0], empty_step(self._page_size, device))):
+        for ids, step in ((zeros, reading), (zeros[:0], empty_batch(self._page_size, device))):
             self._fill(ids, ids, step, bucket)
             backend.plan(self._metadata, graph=True)
             self._run(bucket)
@@ -243,4 +243,4 @@ class DecodeGraphRunner:
         elif rows.dtype is not torch.int32:
             rows = rows.to(torch.int32)
         copies = self._inputs.copies(tokens, positions, bucket, rows)
-        self._metadata.fill(metadata, num_tokens=bucket, num_seqs=bucket, beside=copies, host=host)
+        self._metadata.fill(metadata, num_tokens=bucket, num_seqs=bucket, extra_copies=copies, host=host)

@@ -1,6 +1,6 @@
 """`PiecewiseGraphRunner`: any step as a chain of graphs with attention run between them, by bucket of tokens.
 
-Owns the token inputs, the chains and their outputs. How a chain is cut belongs to `pieces`.
+Owns the token inputs, the chains and their outputs. How a chain is cut belongs to `piece_capture`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from xllm_attention import AttentionBackend, Phase, forward_context
 from xllm_metadata import AttentionMetadata
 
 from .buckets import bucket_for, checked_buckets
-from .idle import empty_step, reading_step
+from .dummy_batch import dummy_batch, empty_batch
 from .inputs import TokenInputs
-from .pieces import PieceCutter, checked_ops
+from .piece_capture import PieceCutter, checked_ops
 from .report import CaptureLog, CaptureReport, OnCapture
 from .runner import ComputeLogits, EagerReason, Forward
 from .runtime import GraphRuntime
@@ -168,22 +168,22 @@ class PiecewiseGraphRunner:
         self._inputs.fill(zeros, zeros, bucket)
         inputs = self._inputs.views(bucket)
         with forward_context(self._backend):
-            for step in self._reading_steps(bucket):
+            for step in self._dummy_batches(bucket):
                 self._backend.plan(step)
                 self._compute_logits(self._forward(*inputs), zeros[: min(bucket, self._backend.max_num_seqs)])
-            self._backend.plan(empty_step(self._page_size, self._backend.device))
+            self._backend.plan(empty_batch(self._page_size, self._backend.device))
             cutter = PieceCutter(self._runtime, self._cut_ops)
             with cutter.capture():
                 hidden = self._forward(*inputs)
         return _Chain(calls=tuple(cutter.calls), num_graphs=cutter.num_graphs, hidden=self._runtime.borrow(hidden))
 
-    def _reading_steps(self, bucket: int) -> list[AttentionMetadata]:
+    def _dummy_batches(self, bucket: int) -> list[AttentionMetadata]:
         """The kinds of step that attention's kernels must be ready for at this size, as large as a step can be."""
         backend = self._backend
         num_tokens = min(bucket, backend.max_num_seqs * backend.max_model_len)
         num_decodes = min(bucket, backend.max_num_seqs)
         return [
-            reading_step(
+            dummy_batch(
                 count,
                 num_seqs,
                 max_model_len=backend.max_model_len,

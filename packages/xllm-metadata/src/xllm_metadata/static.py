@@ -122,7 +122,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         *,
         num_tokens: int,
         num_seqs: int,
-        beside: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+        extra_copies: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
         host: bool = True,
     ) -> None:
         """Copies a step's metadata into the buffers and pads it to `num_tokens` tokens and `num_seqs` sequences.
@@ -132,7 +132,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         Args:
             metadata: of the step.
             num_tokens, num_seqs: T and B after padding.
-            beside: (target, source) pairs of int32 tensors of equal shape on the device, copied in the same launch.
+            extra_copies: (target, source) pairs of int32 device tensors of equal shape, copied in the same launch.
             host: whether host fields are filled now; else they keep an earlier step's values, at this step's sizes,
                 until `fill_host`, which is for the time while the device is at work already.
 
@@ -154,7 +154,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         for index, target, constant in layout.cleared:
             if sources[index].shape != target.shape:
                 target.fill_(constant)
-        for target, source in beside:
+        for target, source in extra_copies:
             on_device[0].append(target)
             on_device[1].append(source)
         _copy(*on_device, layout.device_repeats)

@@ -16,7 +16,7 @@ from torch import nn
 from xllm_attention import Attention, AttentionSpec
 
 from .config import ModelConfig
-from .layers import LMHead, TensorParallel
+from .layers import ParallelLMHead, TensorParallel
 from .loading import StateDict, WeightMap, dequantized, load_weights
 
 
@@ -33,7 +33,7 @@ class CausalLM(nn.Module, ABC):
     own_config: ClassVar[Mapping[str, Any]] = {}  # in HF names, with the value of an absent key
 
     model: nn.Module  # (input_ids [T], positions [T]) -> hidden [T, hidden]
-    lm_head: LMHead
+    lm_head: ParallelLMHead
 
     def __init__(
         self,

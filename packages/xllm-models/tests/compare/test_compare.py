@@ -199,9 +199,9 @@ class ResidualLayerNorm(nn.Module):
         self.inner = norm
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor | None, prefetch: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out: tuple[torch.Tensor, torch.Tensor] = self.inner(x, residual, ahead)
+        out: tuple[torch.Tensor, torch.Tensor] = self.inner(x, residual, prefetch)
         return out
 
 

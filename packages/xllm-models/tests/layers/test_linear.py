@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from xllm_models import DictStateDict, TensorParallel, WeightMap
-from xllm_models.layers import ColumnLinear, GatedMLP, QKVLinear, RowLinear
+from xllm_models.layers import ColumnParallelLinear, GatedMLP, QKVParallelLinear, RowParallelLinear
 from xllm_models.loading import load_weights
 
 
@@ -28,7 +28,7 @@ def test_column_shards_joined_are_the_whole(size: int, bias: bool) -> None:
     whole, x = nn.Linear(6, 8, bias=bias).requires_grad_(False), torch.randn(3, 6)
     outputs = []
     for rank in range(size):
-        layer = ColumnLinear(6, 8, bias=bias, tp=TensorParallel(rank=rank, size=size))
+        layer = ColumnParallelLinear(6, 8, bias=bias, tp=TensorParallel(rank=rank, size=size))
         load(layer, named(whole, "layer"), {})
         outputs.append(layer(x))
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole(x))
@@ -39,7 +39,7 @@ def test_row_shards_cut_the_inputs(size: int) -> None:
     whole, x = nn.Linear(8, 6, bias=False).requires_grad_(False), torch.randn(3, 8)
     total = torch.zeros(3, 6)
     for part, rank in zip(x.chunk(size, dim=1), range(size), strict=True):
-        layer = RowLinear(8, 6, tp=TensorParallel(rank=rank, size=size))
+        layer = RowParallelLinear(8, 6, tp=TensorParallel(rank=rank, size=size))
         load(layer, named(whole, "layer"), {})
         total += part @ layer.weight.T
     torch.testing.assert_close(total, whole(x))
@@ -56,7 +56,7 @@ def test_qkv_gives_each_rank_its_heads(size: int) -> None:
     want = {name: whole(x).view(5, -1, head_dim) for name, whole in wholes.items()}
     for rank in range(size):
         tp = TensorParallel(rank=rank, size=size)
-        layer = QKVLinear(6, num_heads, num_kv_heads, head_dim, bias=True, tp=tp)
+        layer = QKVParallelLinear(6, num_heads, num_kv_heads, head_dim, bias=True, tp=tp)
         load(layer, tensors, {"layer": ("q_proj", "k_proj", "v_proj")})
         q, k, v = layer(x)
         heads = slice(rank * num_heads // size, (rank + 1) * num_heads // size)
@@ -68,14 +68,14 @@ def test_qkv_gives_each_rank_its_heads(size: int) -> None:
 
 def test_layers_take_no_rows() -> None:
     tp = TensorParallel()
-    q, k, v = QKVLinear(6, 4, 2, 3, tp=tp).requires_grad_(False)(torch.empty(0, 6))
+    q, k, v = QKVParallelLinear(6, 4, 2, 3, tp=tp).requires_grad_(False)(torch.empty(0, 6))
     assert (q.shape, k.shape, v.shape) == ((0, 4, 3), (0, 2, 3), (0, 2, 3))
     mlp = GatedMLP(6, 8, hidden_act="silu", tp=tp).requires_grad_(False)
     assert mlp(torch.empty(0, 6)).shape == (0, 6)
 
 
 def test_a_weight_map_that_does_not_fit_the_layer_is_named() -> None:
-    layer = QKVLinear(6, 4, 2, 3, tp=TensorParallel())
+    layer = QKVParallelLinear(6, 4, 2, 3, tp=TensorParallel())
     with pytest.raises(
         ValueError, match=r"layer\.weight has 3 parts, but the weight map names \['a\.weight', 'b\.weight'\]"
     ):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xllm_models import TensorParallel, get_model_class, load_model
-from xllm_models.layers import QKVLinear, Segment
+from xllm_models.layers import QKVParallelLinear, Segment
 
 
 def test_a_model_of_several_ranks_needs_a_registered_group(
@@ -50,11 +50,11 @@ def test_a_padded_vocabulary_covers_every_row_once(total: int, size: int) -> Non
 def test_shapes_that_the_ranks_cannot_share_are_named() -> None:
     three = TensorParallel(rank=0, size=3)
     with pytest.raises(ValueError, match="num_attention_heads 4 is not divisible by tp_size 3"):
-        QKVLinear(8, 4, 3, 4, tp=three)
+        QKVParallelLinear(8, 4, 3, 4, tp=three)
     with pytest.raises(ValueError, match="num_key_value_heads 4 is not divisible by tp_size 3"):
-        QKVLinear(8, 12, 4, 4, tp=three)
+        QKVParallelLinear(8, 12, 4, 4, tp=three)
     with pytest.raises(ValueError, match="tp_size 3 is not a multiple of num_key_value_heads 2"):
-        QKVLinear(8, 6, 2, 4, tp=three)
+        QKVParallelLinear(8, 6, 2, 4, tp=three)
     config = {
         "model_type": "llama",
         "vocab_size": 5,

@@ -115,7 +115,7 @@ class Doubling:
         weight: torch.Tensor,
         eps: float,
         unit_offset: bool,
-        ahead: torch.Tensor | None = None,
+        prefetch: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
         return None if unit_offset else ("fused", x - 1, residual - 1)
 
@@ -188,7 +188,7 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
         weight: torch.Tensor,
         eps: float,
         unit_offset: bool,
-        ahead: torch.Tensor | None,
+        prefetch: torch.Tensor | None,
         channels: Channels,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         seen.append(channels)

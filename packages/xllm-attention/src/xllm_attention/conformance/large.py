@@ -41,8 +41,8 @@ def check_large_cache(
         metadata = build_attention_metadata([new.stop - new.start], [new.stop], [table], page_size, device)
         backend.plan(metadata)
         backend.run(q[new], k[new], v[new], out[new], 0)
-    truth = reference_attention(q, k, v, spec)
-    error = float(((out.cpu().double() - truth).norm(dim=-1) / truth.norm(dim=-1)).nan_to_num(torch.inf).max())
+    reference = reference_attention(q, k, v, spec)
+    error = float(((out.cpu().double() - reference).norm(dim=-1) / reference.norm(dim=-1)).nan_to_num(torch.inf).max())
     if error > TOLERANCES[dtype]:
         raise ConformanceError(f"large cache: relative error {error:.3g} exceeds {TOLERANCES[dtype]}")
     for name, tensor, values in (("k", cache.k, k), ("v", cache.v, v)):

@@ -13,8 +13,8 @@ from xllm_metadata import LayerCache
 from ..backend import AttentionBackend, Phase
 from ..spec import AttentionSpec
 from .case import CacheLayout, Case
+from .harness import BackendHarness, StepInputs, write
 from .reference import reference_attention
-from .world import StepInputs, World, write
 
 # Largest relative L2 error of one token and head against float64, on inputs rounded to the dtype.
 TOLERANCES: Final = {
@@ -59,11 +59,11 @@ def run_case(factory: BackendFactory, case: Case, *, device: torch.device | str 
     Raises:
         ConformanceError: names case, step, layer and what deviates.
     """
-    world = World(case, torch.device(device))
+    harness = BackendHarness(case, torch.device(device))
     try:
         backend = factory(
             case.specs,
-            device=world.device,
+            device=harness.device,
             dtype=case.dtype,
             max_num_seqs=case.max_num_seqs,
             max_num_tokens=case.max_num_tokens,
@@ -74,14 +74,14 @@ def run_case(factory: BackendFactory, case: Case, *, device: torch.device | str 
     if case.graph and Phase.DECODE not in backend.capabilities.full_graph_phases:
         return CaseResult(max_error=0.0, refused=f"{backend.name} has no decode in a full graph")
     try:
-        backend.bind_kv_caches(world.caches)
+        backend.bind_kv_caches(harness.caches)
     except ValueError as error:
         if case.layout is CacheLayout.CONTIGUOUS:
             raise ConformanceError(f"{case.name}: contiguous caches are refused: {error}") from error
         return CaseResult(max_error=0.0, refused=str(error))
     max_error = 0.0
     for number, step in enumerate(case.steps):
-        inputs = world.next_step(step)
+        inputs = harness.next_step(step)
         counts = backend.plan_counts
         backend.plan(inputs.metadata, graph=case.graph)
         if backend.plan_counts != tuple(count + 1 for count in counts):
@@ -91,24 +91,24 @@ def run_case(factory: BackendFactory, case: Case, *, device: torch.device | str 
             )
         for layer in range(len(case.windows)):
             where = f"{case.name}, step {number}, layer {layer}"
-            max_error = max(max_error, _run_layer(backend, world, inputs, layer, where))
+            max_error = max(max_error, _run_layer(backend, harness, inputs, layer, where))
     return CaseResult(max_error=max_error)
 
 
-def _run_layer(backend: AttentionBackend, world: World, inputs: StepInputs, layer: int, where: str) -> float:
-    cache = world.caches[layer]
+def _run_layer(backend: AttentionBackend, harness: BackendHarness, inputs: StepInputs, layer: int, where: str) -> float:
+    cache = harness.caches[layer]
     expected = {name: tensor.clone() for name, tensor in cache.items()}
     qkv = inputs.qkv[layer]
     untouched = qkv.clone()
-    q, k, v = world.split(qkv)
-    live = inputs.live_rows.to(world.device)
+    q, k, v = harness.split(qkv)
+    live = inputs.live_rows.to(harness.device)
     write(LayerCache(**expected), inputs.slots, k[live], v[live])
     out = q.new_full(q.shape, torch.nan)
     backend.run(q, k, v, out, layer)
     if not _same_bytes(qkv, untouched):
         raise ConformanceError(f"{where}: the inputs were modified")
     _check_cache(cache, expected, inputs, where)
-    return _check_output(out.cpu(), q.cpu(), world, inputs, layer, where)
+    return _check_output(out.cpu(), q.cpu(), harness, inputs, layer, where)
 
 
 def _check_cache(cache: LayerCache, expected: dict[str, torch.Tensor], inputs: StepInputs, where: str) -> None:
@@ -125,7 +125,7 @@ def _check_cache(cache: LayerCache, expected: dict[str, torch.Tensor], inputs: S
 
 
 def _check_output(
-    out: torch.Tensor, q: torch.Tensor, world: World, inputs: StepInputs, layer: int, where: str
+    out: torch.Tensor, q: torch.Tensor, harness: BackendHarness, inputs: StepInputs, layer: int, where: str
 ) -> float:
     """Live rows agree with the reference, all others are 0. Returns the largest error."""
     dead = torch.ones(out.shape[0], dtype=torch.bool)
@@ -133,14 +133,14 @@ def _check_output(
     if out[dead].count_nonzero():
         row = int(dead.nonzero()[out[dead].flatten(1).count_nonzero(dim=1).argmax()])
         raise ConformanceError(f"{where}: output row {row} belongs to no live token and is not 0")
-    spec, tolerance = world.case.specs[layer], TOLERANCES[world.case.dtype]
+    spec, tolerance = harness.case.specs[layer], TOLERANCES[harness.case.dtype]
     worst = 0.0
     for seq, first, num_tokens in inputs.rows:
         if num_tokens == 0:
             continue
         rows = slice(first, first + num_tokens)
-        truth = reference_attention(q[rows], *world.history[layer][seq], spec)
-        error = (out[rows].double() - truth).norm(dim=-1) / truth.norm(dim=-1)  # [rows, H]
+        reference = reference_attention(q[rows], *harness.history[layer][seq], spec)
+        error = (out[rows].double() - reference).norm(dim=-1) / reference.norm(dim=-1)  # [rows, H]
         if not bool((error <= tolerance).all()):
             token, head = divmod(int((-error.nan_to_num(torch.inf)).argmin()), error.shape[1])
             raise ConformanceError(

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .ahead import ask_for_share, shares_of
 from .launcher import Launcher, power_of_two
 from .overlap import wait_for_previous
+from .prefetch import prefetch_share, prefetch_shares
 
 
 @triton.jit
@@ -27,9 +27,9 @@ def _activate(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 def _gated_kernel(
     x: tl.tensor,
     out: tl.tensor,
-    ahead: tl.tensor,
-    ahead_bytes: tl.tensor,
-    ahead_chunk: tl.tensor,
+    prefetch: tl.tensor,
+    prefetch_bytes: tl.tensor,
+    prefetch_chunk: tl.tensor,
     x_stride: tl.constexpr,
     size: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -38,7 +38,7 @@ def _gated_kernel(
 ) -> None:
     if OVERLAP:
         program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        ask_for_share(ahead, ahead_bytes, ahead_chunk, program, 128)
+        prefetch_share(prefetch, prefetch_bytes, prefetch_chunk, program, 128)
     wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,23 +50,23 @@ def _gated_kernel(
 
 
 _launch = Launcher(
-    triton.jit(_gated_kernel.fn, do_not_specialize=["ahead_bytes", "ahead_chunk"]), overlaps=True, num_warps=4
+    triton.jit(_gated_kernel.fn, do_not_specialize=["prefetch_bytes", "prefetch_chunk"]), overlaps=True, num_warps=4
 )
 
 
-def silu_and_mul(x: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
+def silu_and_mul(x: torch.Tensor, prefetch: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops.silu_and_mul`."""
-    return _gated("silu_and_mul", x, "silu", ahead)
+    return _gated("silu_and_mul", x, "silu", prefetch)
 
 
-def gelu_and_mul(x: torch.Tensor, approximate: str, ahead: torch.Tensor | None = None) -> torch.Tensor:
+def gelu_and_mul(x: torch.Tensor, approximate: str, prefetch: torch.Tensor | None = None) -> torch.Tensor:
     """See `ops.gelu_and_mul`."""
     if approximate not in ("none", "tanh"):
         raise RuntimeError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-    return _gated("gelu_and_mul", x, approximate, ahead)
+    return _gated("gelu_and_mul", x, approximate, prefetch)
 
 
-def _gated(name: str, x: torch.Tensor, kind: str, ahead: torch.Tensor | None) -> torch.Tensor:
+def _gated(name: str, x: torch.Tensor, kind: str, prefetch: torch.Tensor | None) -> torch.Tensor:
     if x.shape[-1] % 2:
         raise ValueError(f"{name} needs an even last dimension, got {x.shape[-1]}")
     size = x.shape[-1] // 2
@@ -77,7 +77,7 @@ def _gated(name: str, x: torch.Tensor, kind: str, ahead: torch.Tensor | None) ->
     if rows.shape[0]:
         block = min(power_of_two(size), 1024)
         num_rows, num_blocks = rows.shape[0], -(-size // block)
-        tensors = (rows, out, rows if ahead is None else ahead)
-        scalars = shares_of(ahead, num_rows, num_rows * num_blocks)
+        tensors = (rows, out, rows if prefetch is None else prefetch)
+        scalars = prefetch_shares(prefetch, num_rows, num_rows * num_blocks)
         _launch((num_rows, num_blocks, 1), tensors, scalars, (rows.stride(0), size, block, kind))
     return out

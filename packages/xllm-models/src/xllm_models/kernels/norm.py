@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .ahead import ask_for_share, shares_of
 from .launcher import Launcher, num_warps_for, power_of_two
 from .overlap import wait_for_previous
+from .prefetch import prefetch_share, prefetch_shares
 
 
 @triton.jit
@@ -37,9 +37,9 @@ def _norm_kernel(
     weight: tl.tensor,
     out: tl.tensor,
     total: tl.tensor,
-    ahead: tl.tensor,
-    ahead_bytes: tl.tensor,
-    ahead_chunk: tl.tensor,
+    prefetch: tl.tensor,
+    prefetch_bytes: tl.tensor,
+    prefetch_chunk: tl.tensor,
     eps: tl.tensor,
     x_stride: tl.constexpr,
     residual_stride: tl.constexpr,
@@ -51,7 +51,7 @@ def _norm_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     if OVERLAP:
-        ask_for_share(ahead, ahead_bytes, ahead_chunk, tl.program_id(0), NUM_THREADS)
+        prefetch_share(prefetch, prefetch_bytes, prefetch_chunk, tl.program_id(0), NUM_THREADS)
     wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def _norm_kernel(
     tl.store(out + row * size + columns, norm_of(value, factor, size, eps, UNIT_OFFSET, dtype), mask=mask)
 
 
-_launch = Launcher(triton.jit(_norm_kernel.fn, do_not_specialize=["ahead_bytes", "ahead_chunk"]), overlaps=True)
+_launch = Launcher(triton.jit(_norm_kernel.fn, do_not_specialize=["prefetch_bytes", "prefetch_chunk"]), overlaps=True)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
@@ -87,14 +87,14 @@ def fused_add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     unit_offset: bool = False,
-    ahead: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.fused_add_rms_norm`."""
     out = x.new_empty(x.shape)
     total = x.new_empty(x.shape)
     rows = _rows(x)
     if rows.shape[0]:
-        _norm(rows, _rows(residual), weight, out, total, ahead, eps, unit_offset)
+        _norm(rows, _rows(residual), weight, out, total, prefetch, eps, unit_offset)
     return out, total
 
 
@@ -104,7 +104,7 @@ def _norm(
     weight: torch.Tensor,
     out: torch.Tensor,
     total: torch.Tensor,
-    ahead: torch.Tensor | None,
+    prefetch: torch.Tensor | None,
     eps: float,
     unit_offset: bool,
 ) -> None:
@@ -116,9 +116,9 @@ def _norm(
         num_warps * 32,
     )  # fmt: skip
     tensors = (
-        rows, rows if before is None else before, weight, out, total, weight if ahead is None else ahead,
+        rows, rows if before is None else before, weight, out, total, weight if prefetch is None else prefetch,
     )  # fmt: skip
-    scalars = (*shares_of(ahead, num_rows, num_rows), eps)
+    scalars = (*prefetch_shares(prefetch, num_rows, num_rows), eps)
     _launch((num_rows, 1, 1), tensors, scalars, constants, num_warps=num_warps)
 
 

@@ -17,11 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .ahead import ask_for_share, shares_of
 from .channels import NUM_PROGRAMS, SUM_PLACES, SUM_SPANS, UNIT, Channels, sums_at
 from .launcher import Launcher, num_warps_for, power_of_two
 from .norm import norm_of
 from .overlap import wait_for_previous
+from .prefetch import prefetch_share, prefetch_shares
 
 _NUM_PLACES = tl.constexpr(SUM_PLACES)
 
@@ -159,11 +159,11 @@ def _reduce_norm_kernel(
     total: tl.tensor,
     addresses: tl.tensor,
     counts: tl.tensor,
-    ahead: tl.tensor,
+    prefetch: tl.tensor,
     num_rows: tl.tensor,
     rows_each: tl.tensor,
-    ahead_bytes: tl.tensor,
-    ahead_chunk: tl.tensor,
+    prefetch_bytes: tl.tensor,
+    prefetch_chunk: tl.tensor,
     eps: tl.tensor,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -178,7 +178,7 @@ def _reduce_norm_kernel(
 ) -> None:
     """A program has `rows_each` whole rows of SIZE elements. PLACES, STRIDE, SPAN as in `_reduce_kernel`."""
     if OVERLAP:
-        ask_for_share(ahead, ahead_bytes, ahead_chunk, tl.program_id(0), NUM_THREADS)
+        prefetch_share(prefetch, prefetch_bytes, prefetch_chunk, tl.program_id(0), NUM_THREADS)
     wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -212,7 +212,7 @@ def _reduce_norm_kernel(
 
 _launch_reduce = Launcher(triton.jit(_reduce_kernel.fn, do_not_specialize=["num_units"]), overlaps=True)
 _launch_reduce_norm = Launcher(
-    triton.jit(_reduce_norm_kernel.fn, do_not_specialize=["num_rows", "rows_each", "ahead_bytes", "ahead_chunk"]),
+    triton.jit(_reduce_norm_kernel.fn, do_not_specialize=["num_rows", "rows_each", "prefetch_bytes", "prefetch_chunk"]),
     overlaps=True,
 )
 
@@ -238,7 +238,7 @@ def all_reduce_add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     unit_offset: bool,
-    ahead: torch.Tensor | None,
+    prefetch: torch.Tensor | None,
     channels: Channels,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`all_reduce_` and then `norm.fused_add_rms_norm`, to the bit, in one call that leaves x as it is.
@@ -258,8 +258,8 @@ def all_reduce_add_rms_norm(
     num_programs = -(-num_rows // rows_each)
     constants = (*_constants(channels, kind), size, block, unit_offset, num_warps * 32)
     counts = channels.counts[kind]
-    tensors = (x, residual, weight, out, total, channels.addresses, counts, weight if ahead is None else ahead)
-    scalars = (num_rows, rows_each, *shares_of(ahead, num_rows, num_programs), eps)
+    tensors = (x, residual, weight, out, total, channels.addresses, counts, weight if prefetch is None else prefetch)
+    scalars = (num_rows, rows_each, *prefetch_shares(prefetch, num_rows, num_programs), eps)
     _launch_reduce_norm((num_programs, 1, 1), tensors, scalars, constants, num_warps=num_warps)
     return out, total
 

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from .linear import ColumnLinear, GateUpLinear, MergedLinear, QKVLinear, RowLinear
+from .linear import ColumnParallelLinear, GateUpLinear, MergedLinear, QKVParallelLinear, RowParallelLinear
 from .mlp import GatedMLP
 from .moe import SparseMoE
 from .norm import ResidualLayerNorm, ResidualRMSNorm, RMSNorm
 from .parallel import Part, PartitionedModule, Segment, TensorParallel
 from .rotary import RotaryEmbedding
-from .vocabulary import LMHead, VocabularyEmbedding
+from .vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 __all__ = [
-    "ColumnLinear",
+    "ColumnParallelLinear",
     "GateUpLinear",
     "GatedMLP",
-    "LMHead",
     "MergedLinear",
+    "ParallelLMHead",
     "Part",
     "PartitionedModule",
-    "QKVLinear",
+    "QKVParallelLinear",
     "RMSNorm",
     "ResidualLayerNorm",
     "ResidualRMSNorm",
     "RotaryEmbedding",
-    "RowLinear",
+    "RowParallelLinear",
     "Segment",
     "SparseMoE",
     "TensorParallel",
-    "VocabularyEmbedding",
+    "VocabParallelEmbedding",
 ]

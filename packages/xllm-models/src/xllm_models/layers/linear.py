@@ -33,7 +33,7 @@ class MergedLinear(PartitionedModule):
         return linear(x, self.weight, self.bias)
 
 
-class ColumnLinear(MergedLinear):
+class ColumnParallelLinear(MergedLinear):
     """x [T, in_features] -> [T, out_features / tp_size]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: TensorParallel) -> None:
@@ -54,7 +54,7 @@ class GateUpLinear(MergedLinear):
         return self.project(x)
 
 
-class QKVLinear(MergedLinear):
+class QKVParallelLinear(MergedLinear):
     """x [T, hidden] -> q [T, H, D], k [T, K, D], v [T, K, D], views of one projection.
 
     With more ranks than kv heads, rank r holds kv head r // (ranks per kv head). Query heads that do not divide by
@@ -88,7 +88,7 @@ class QKVLinear(MergedLinear):
         return q, k, v
 
 
-class RowLinear(PartitionedModule):
+class RowParallelLinear(PartitionedModule):
     """x [T, in_features / tp_size] -> [T, out_features], summed over the ranks; rank 0 adds the bias.
 
     With `reduce` off the result is this rank's term of the sum, for a `ResidualRMSNorm(..., tp=tp)` to take.

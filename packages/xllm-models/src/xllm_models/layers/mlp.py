@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..ops import gelu_and_mul, silu_and_mul
-from .linear import GateUpLinear, RowLinear
+from .linear import GateUpLinear, RowParallelLinear
 from .parallel import TensorParallel
 
 _GATED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -21,7 +21,7 @@ _GATED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class GatedMLP(nn.Module):
-    """x [T, hidden] -> [T, hidden]; `reduce` as for `RowLinear`. An activation that is not known is a ValueError."""
+    """x [T, hidden] -> [T, hidden]; `reduce` as for `RowParallelLinear`. An unknown activation is a ValueError."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class GatedMLP(nn.Module):
             raise ValueError(f"hidden_act {hidden_act!r} is not supported; supported: {sorted(_GATED_ACTIVATIONS)}")
         self.gate_up_proj = GateUpLinear(hidden_size, intermediate_size, bias=bias, tp=tp)
         self.activation = _GATED_ACTIVATIONS[hidden_act]
-        self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, reduce=reduce, tp=tp)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, reduce=reduce, tp=tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.activation(self.gate_up_proj(x), ahead=self.down_proj.weight)
+        inner = self.activation(self.gate_up_proj(x), prefetch=self.down_proj.weight)
         out: torch.Tensor = self.down_proj(inner)
         return out

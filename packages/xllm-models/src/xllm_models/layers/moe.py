@@ -53,7 +53,7 @@ class Experts(PartitionedModule):
 
 
 class SparseMoE(nn.Module):
-    """x [T, N] -> [T, N]: each token through its top k experts; `reduce` as for `RowLinear`.
+    """x [T, N] -> [T, N]: each token through its top k experts; `reduce` as for `RowParallelLinear`.
 
     An activation other than silu is a ValueError.
     """

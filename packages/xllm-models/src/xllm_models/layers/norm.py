@@ -38,14 +38,14 @@ class ResidualRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor | None, prefetch: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`ahead`: the weight of the product that comes next, as of `fused_add_rms_norm`."""
+        """`prefetch`: the weight of the product that comes next, as of `fused_add_rms_norm`."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps, self.unit_offset), x
         if self.group is None:
-            return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset, ahead)
-        return all_reduce_add_rms_norm_(x, residual, self.weight, self.eps, self.unit_offset, self.group, ahead)
+            return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset, prefetch)
+        return all_reduce_add_rms_norm_(x, residual, self.weight, self.eps, self.unit_offset, self.group, prefetch)
 
 
 class ResidualLayerNorm(nn.Module):
@@ -59,9 +59,9 @@ class ResidualLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor | None, prefetch: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`ahead` is for a norm of the other kind to stand here; nothing is done with it."""
+        """`prefetch` is for a norm of the other kind to stand here; nothing is done with it."""
         if residual is not None:
             x = (x if self.group is None else all_reduce_(x, self.group)) + residual
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps), x

@@ -35,7 +35,7 @@ class _VocabularyRows(PartitionedModule):
         return row_parts((self.segment,), self.hidden_size)
 
 
-class VocabularyEmbedding(_VocabularyRows):
+class VocabParallelEmbedding(_VocabularyRows):
     """input_ids [T] int32 or int64, each below V -> [T, hidden], times `scale` rounded to the weights' dtype."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, tp: TensorParallel) -> None:
@@ -55,7 +55,7 @@ class VocabularyEmbedding(_VocabularyRows):
         return all_reduce_(rows, self.tp.group)
 
 
-class LMHead(_VocabularyRows):
+class ParallelLMHead(_VocabularyRows):
     """hidden [n, hidden] -> logits [n, V] on every rank. `tied` shares the embedding's rows."""
 
     def __init__(
@@ -63,7 +63,7 @@ class LMHead(_VocabularyRows):
         vocab_size: int,
         hidden_size: int,
         *,
-        tied: VocabularyEmbedding | None = None,
+        tied: VocabParallelEmbedding | None = None,
         tp: TensorParallel,
     ) -> None:
         super().__init__(vocab_size, hidden_size, tp)

@@ -18,14 +18,14 @@ from ..causal_lm import CausalLM
 from ..config import ModelConfig
 from ..layers import (
     GatedMLP,
-    LMHead,
-    QKVLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
     ResidualRMSNorm,
     RMSNorm,
     RotaryEmbedding,
-    RowLinear,
+    RowParallelLinear,
     TensorParallel,
-    VocabularyEmbedding,
+    VocabParallelEmbedding,
 )
 from ..loading import WeightMap
 
@@ -33,7 +33,7 @@ from ..loading import WeightMap
 class Gemma3Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.qkv_proj = QKVLinear(
+        self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,
             config.num_kv_heads,
@@ -41,7 +41,7 @@ class Gemma3Attention(nn.Module):
             bias=config.attention_bias,
             tp=tp,
         )
-        self.o_proj = RowLinear(
+        self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, tp=tp
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, unit_offset=True)
@@ -86,7 +86,7 @@ class Gemma3DecoderLayer(nn.Module):
 class Gemma3Model(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.embed_tokens = VocabularyEmbedding(
+        self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, scale=config.hidden_size**0.5, tp=tp
         )
         full = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
@@ -129,7 +129,7 @@ class Gemma3ForCausalLM(CausalLM):
                 raise ValueError(f"{key} {config.raw[key]!r} is not supported")
         self.model = Gemma3Model(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
 
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
         logits = super().compute_logits(hidden, indices)

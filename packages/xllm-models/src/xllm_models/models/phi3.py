@@ -19,13 +19,13 @@ from ..causal_lm import CausalLM
 from ..config import ModelConfig
 from ..layers import (
     GatedMLP,
-    LMHead,
-    QKVLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
     ResidualRMSNorm,
     RotaryEmbedding,
-    RowLinear,
+    RowParallelLinear,
     TensorParallel,
-    VocabularyEmbedding,
+    VocabParallelEmbedding,
 )
 from ..loading import WeightMap
 
@@ -33,8 +33,10 @@ from ..loading import WeightMap
 class Phi3Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.qkv_proj = QKVLinear(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, tp=tp)
-        self.o_proj = RowLinear(config.num_heads * config.head_dim, config.hidden_size, reduce=False, tp=tp)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, tp=tp
+        )
+        self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, reduce=False, tp=tp)
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
@@ -74,7 +76,7 @@ class Phi3DecoderLayer(nn.Module):
 class Phi3Model(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
         self.layers = nn.ModuleList(
             Phi3DecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
@@ -102,4 +104,4 @@ class Phi3ForCausalLM(CausalLM):
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = Phi3Model(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)

@@ -17,13 +17,13 @@ from ..causal_lm import CausalLM
 from ..config import ModelConfig
 from ..layers import (
     GatedMLP,
-    LMHead,
-    QKVLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
     ResidualRMSNorm,
     RotaryEmbedding,
-    RowLinear,
+    RowParallelLinear,
     TensorParallel,
-    VocabularyEmbedding,
+    VocabParallelEmbedding,
 )
 from ..loading import WeightMap
 
@@ -31,7 +31,7 @@ from ..loading import WeightMap
 class Qwen2Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.qkv_proj = QKVLinear(
+        self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,
             config.num_kv_heads,
@@ -39,7 +39,7 @@ class Qwen2Attention(nn.Module):
             bias=True,
             tp=tp,
         )
-        self.o_proj = RowLinear(config.num_heads * config.head_dim, config.hidden_size, reduce=False, tp=tp)
+        self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, reduce=False, tp=tp)
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
@@ -79,7 +79,7 @@ class Qwen2DecoderLayer(nn.Module):
 class Qwen2Model(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
         self.layers = nn.ModuleList(
             Qwen2DecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
@@ -110,4 +110,4 @@ class Qwen2ForCausalLM(CausalLM):
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = Qwen2Model(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)

@@ -17,15 +17,15 @@ from ..causal_lm import CausalLM
 from ..config import ModelConfig
 from ..layers import (
     GatedMLP,
-    LMHead,
-    QKVLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
     ResidualRMSNorm,
     RMSNorm,
     RotaryEmbedding,
-    RowLinear,
+    RowParallelLinear,
     SparseMoE,
     TensorParallel,
-    VocabularyEmbedding,
+    VocabParallelEmbedding,
 )
 from ..loading import WeightMap
 
@@ -33,7 +33,7 @@ from ..loading import WeightMap
 class Qwen3MoeAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.qkv_proj = QKVLinear(
+        self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,
             config.num_kv_heads,
@@ -41,7 +41,7 @@ class Qwen3MoeAttention(nn.Module):
             bias=config.attention_bias,
             tp=tp,
         )
-        self.o_proj = RowLinear(
+        self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, reduce=False, tp=tp
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -89,7 +89,7 @@ class Qwen3MoeDecoderLayer(nn.Module):
 class Qwen3MoeModel(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
         self.layers = nn.ModuleList(
             Qwen3MoeDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
@@ -127,4 +127,4 @@ class Qwen3MoeForCausalLM(CausalLM):
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = Qwen3MoeModel(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)

@@ -123,13 +123,13 @@ def _all_reduce_add_rms_norm_torch(
     eps: float,
     unit_offset: bool,
     group: str,
-    ahead: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     registered = _registered(group)
-    done = registered.transport.all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, ahead)
+    done = registered.transport.all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, prefetch)
     if done is None:
         _all_reduce_torch(x, group)
-        return fused_add_rms_norm(x, residual, weight, eps, unit_offset, ahead)
+        return fused_add_rms_norm(x, residual, weight, eps, unit_offset, prefetch)
     _count("all_reduce", x)
     way, normed, total = done
     registered.reduce_ways[way] += 1
@@ -143,7 +143,7 @@ def _all_reduce_add_rms_norm_fake(
     eps: float,
     unit_offset: bool,
     group: str,
-    ahead: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
@@ -190,7 +190,7 @@ def _broadcast_fake(x: torch.Tensor, source: int, group: str) -> None:
 _all_reduce = define_op("all_reduce_(Tensor(a!) x, str group) -> ()", _all_reduce_torch, _all_reduce_fake)
 _all_reduce_add_rms_norm = define_op(
     "all_reduce_add_rms_norm_(Tensor(a!) x, Tensor residual, Tensor weight, float eps, bool unit_offset, str group,"
-    " Tensor? ahead=None) -> (Tensor, Tensor)",
+    " Tensor? prefetch=None) -> (Tensor, Tensor)",
     _all_reduce_add_rms_norm_torch,
     _all_reduce_add_rms_norm_fake,
 )
@@ -216,7 +216,7 @@ def all_reduce_add_rms_norm_(
     eps: float,
     unit_offset: bool,
     group: str,
-    ahead: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fused_add_rms_norm` of the sum of x over the ranks of `group`, bit-equal to `all_reduce_` and then that.
 
@@ -224,7 +224,7 @@ def all_reduce_add_rms_norm_(
     """
     return cast(
         tuple[torch.Tensor, torch.Tensor],
-        _all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, group, ahead),
+        _all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, group, prefetch),
     )
 
 

@@ -37,7 +37,7 @@ def _fused_add_rms_norm_torch(
     weight: torch.Tensor,
     eps: float,
     unit_offset: bool = False,
-    ahead: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = (x + residual).contiguous()
     return _rms_norm_torch(total, weight, eps, unit_offset), total
@@ -49,7 +49,7 @@ def _fused_add_rms_norm_fake(
     weight: torch.Tensor,
     eps: float,
     unit_offset: bool = False,
-    ahead: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
@@ -62,7 +62,7 @@ _rms_norm = define_op(
 )
 _fused_add_rms_norm = define_op(
     "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool unit_offset=False,"
-    " Tensor? ahead=None) -> (Tensor, Tensor)",
+    " Tensor? prefetch=None) -> (Tensor, Tensor)",
     _fused_add_rms_norm_torch,
     _fused_add_rms_norm_fake,
     triton="norm:fused_add_rms_norm",
@@ -85,11 +85,11 @@ def fused_add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     unit_offset: bool = False,
-    ahead: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x + residual, and the sum itself (rounded to x's dtype) as the next residual.
 
-    x, residual [..., N]; weight [N]; both results are new and contiguous. `unit_offset` as in `rms_norm`. `ahead` is
+    x, residual [..., N]; weight [N]; both results are new and contiguous. `unit_offset` as in `rms_norm`. `prefetch` is
     the weight of the product that comes next, for the device's cache to load meanwhile; no result depends on it.
     """
-    return cast(tuple[torch.Tensor, torch.Tensor], _fused_add_rms_norm(x, residual, weight, eps, unit_offset, ahead))
+    return cast(tuple[torch.Tensor, torch.Tensor], _fused_add_rms_norm(x, residual, weight, eps, unit_offset, prefetch))

@@ -98,13 +98,13 @@ class SymmetricTransport:
         weight: torch.Tensor,
         eps: float,
         unit_offset: bool,
-        ahead: torch.Tensor | None = None,
+        prefetch: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
         """See `Transport.all_reduce_add_rms_norm`: sums that are one-shot, of [T, N] with rows of 16 bytes."""
         if self._reduce_way(x) is not Way.ONE_SHOT or x.ndim != 2 or x.shape[1] * x.element_size() % ALIGNMENT:
             return None
         done = self._sums.all_reduce_add_rms_norm(
-            x, residual.contiguous(), weight, eps, unit_offset, ahead, self._channels
+            x, residual.contiguous(), weight, eps, unit_offset, prefetch, self._channels
         )
         return None if done is None else (Way.ONE_SHOT.value, *done)
 

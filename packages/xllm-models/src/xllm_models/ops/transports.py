@@ -42,7 +42,7 @@ class Transport(Protocol):
         weight: torch.Tensor,
         eps: float,
         unit_offset: bool,
-        ahead: torch.Tensor | None = None,
+        prefetch: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
         """The sum of x over the ranks taken into the residual and normed: (way, norm, next residual), see the op.
 
@@ -80,7 +80,7 @@ class GroupTransport:
         weight: torch.Tensor,
         eps: float,
         unit_offset: bool,
-        ahead: torch.Tensor | None = None,
+        prefetch: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
         """See `Transport.all_reduce_add_rms_norm`: None."""
         return None

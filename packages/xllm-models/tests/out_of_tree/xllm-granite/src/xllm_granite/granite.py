@@ -12,12 +12,12 @@ from xllm_attention import Attention, AttentionSpec
 from xllm_models import CausalLM, ModelConfig, TensorParallel, WeightMap
 from xllm_models.layers import (
     GatedMLP,
-    LMHead,
-    QKVLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
     ResidualRMSNorm,
     RotaryEmbedding,
-    RowLinear,
-    VocabularyEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
 )
 
 MULTIPLIERS = {  # with what they are where config.json has none
@@ -31,7 +31,7 @@ MULTIPLIERS = {  # with what they are where config.json has none
 class GraniteAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.qkv_proj = QKVLinear(
+        self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,
             config.num_kv_heads,
@@ -39,7 +39,7 @@ class GraniteAttention(nn.Module):
             bias=config.attention_bias,
             tp=tp,
         )
-        self.o_proj = RowLinear(
+        self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, reduce=False, tp=tp
         )
         self.rotary_emb = rotary_emb
@@ -86,7 +86,7 @@ class GraniteDecoderLayer(nn.Module):
 class GraniteModel(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
         self.layers = nn.ModuleList(
             GraniteDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
@@ -113,7 +113,7 @@ class GraniteForCausalLM(CausalLM):
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = GraniteModel(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
 
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
         return super().compute_logits(hidden, indices) / self.config.own["logits_scaling"]

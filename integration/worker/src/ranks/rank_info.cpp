@@ -1,4 +1,4 @@
-#include "ranks/facts.h"
+#include "ranks/rank_info.h"
 
 #include <nlohmann/json.hpp>
 #include <set>
@@ -13,8 +13,8 @@ namespace {
 constexpr size_t kMaxNamed = 4;
 constexpr size_t kMaxQuoted = 60;
 
-std::string quoted(const nlohmann::json& facts, const std::string& key) {
-  return facts.contains(key) ? dump_json(facts.at(key), kMaxQuoted) : "absent";
+std::string quoted(const nlohmann::json& info, const std::string& key) {
+  return info.contains(key) ? dump_json(info.at(key), kMaxQuoted) : "absent";
 }
 
 }  // namespace

@@ -19,10 +19,10 @@ _LANES = tl.constexpr(8)  # threads of a program that ask for its share
 
 
 @triton.jit
-def ask_for_share(
+def prefetch_share(
     base: tl.tensor, num_bytes: tl.tensor, chunk: tl.tensor, program: tl.tensor, NUM_THREADS: tl.constexpr
 ) -> None:
-    """Lets the second-level cache load a program's share of `num_bytes` from a pointer on: what `shares_of` says.
+    """Lets the second-level cache load a program's share of `num_bytes` from a pointer on: what `prefetch_shares` says.
 
     A few of its threads ask for `chunk` bytes each: a warp's threads ask one after the other.
     """
@@ -39,7 +39,7 @@ def ask_for_share(
     )
 
 
-def shares_of(weight: torch.Tensor | None, num_rows: int, num_programs: int) -> tuple[int, int]:
+def prefetch_shares(weight: torch.Tensor | None, num_rows: int, num_programs: int) -> tuple[int, int]:
     """How many bytes of a weight to ask for in front of a product of `num_rows`, and how many for a lane."""
     if weight is None or not MAX_ROWS < num_rows <= MANY_ROWS:
         return 0, 0

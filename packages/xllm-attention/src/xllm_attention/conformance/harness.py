@@ -1,4 +1,4 @@
-"""The world of one case: its caches, page tables and tokens. Owns what a serving framework would own, and the truth.
+"""Caches, page tables and tokens of one conformance case, as a serving framework would own them, and the reference.
 
 Everything random is derived from the case's name, so a failure repeats.
 """
@@ -33,7 +33,7 @@ class StepInputs:
     qkv: tuple[torch.Tensor, ...]  # per layer [R, (H + 2 K) * D], NaN in rows that are not live
 
 
-class World:
+class BackendHarness:
     """Caches and token history of a case."""
 
     def __init__(self, case: Case, device: torch.device) -> None:

@@ -6,7 +6,7 @@
 
 namespace xllm::worker {
 
-// How the facts (an object of plain values) of `rank` differ from rank 0's: "rank 1 differs from rank 0: dtype is
+// How the info (an object of plain values) of `rank` differ from rank 0's: "rank 1 differs from rank 0: dtype is
 // \"float32\", rank 0 has \"bfloat16\"; ...". Empty when they are equal.
 std::string describe_difference(const nlohmann::json& leader, const nlohmann::json& other, int64_t rank);
 

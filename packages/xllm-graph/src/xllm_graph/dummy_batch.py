@@ -10,12 +10,12 @@ import torch
 from xllm_metadata import AttentionMetadata, build_attention_metadata
 
 
-def empty_step(page_size: int, device: torch.device) -> AttentionMetadata:
+def empty_batch(page_size: int, device: torch.device) -> AttentionMetadata:
     """No token, no sequence: what is left of a padded step when only the padding is looked at."""
     return build_attention_metadata([], [], [], page_size, device)
 
 
-def reading_step(
+def dummy_batch(
     num_tokens: int, num_seqs: int, *, max_model_len: int, page_size: int, chunked: bool, device: torch.device
 ) -> AttentionMetadata:
     """A step that attends like a real one, over whatever page 0 holds, so that every kernel of its shape gets ready.

@@ -1,4 +1,4 @@
-"""`World`: requests over two KV caches, one for graph execution and one for the eager truth.
+"""`ReplayHarness`: requests over two KV caches, one for graph execution and one for the eager reference.
 
 Owns pages, token ids, the poison and the checks of every step. Runs each step twice and compares everything it can see.
 """
@@ -22,9 +22,9 @@ from xllm_metadata import (
     validate,
 )
 
-from ..choice import RunnerSet
 from ..decode import DecodeGraphRunner
 from ..piecewise import PiecewiseGraphRunner
+from ..runner_set import RunnerSet
 from .comparison import ConformanceError, as_bytes, check_bits, check_close, check_greedy
 
 Execute = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
@@ -33,7 +33,7 @@ Execute = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the world's executors were made for."""
+    """What the harness's executors were made for."""
 
     max_num_seqs: int
     max_num_tokens: int  # the largest bucket of tokens
@@ -50,15 +50,15 @@ class _Request:
     pages: list[int] = field(default_factory=list)
 
 
-class World:
+class ReplayHarness:
     """Requests, by number, whose steps run under graphs and eagerly.
 
     Args:
         execute: what is checked; its backend is bound to `caches`.
         runners: the runners behind `execute`.
         caches: [layer] -> cache, of the executor that is checked.
-        truth: eager execution over other caches.
-        truth_caches: those.
+        reference: eager execution over other caches.
+        reference_caches: those.
         limits: of both.
         device: of tokens and caches.
         seed: of all token ids and pages.
@@ -69,8 +69,8 @@ class World:
         execute: Execute,
         runners: RunnerSet,
         caches: Sequence[LayerCache],
-        truth: Execute,
-        truth_caches: Sequence[LayerCache],
+        reference: Execute,
+        reference_caches: Sequence[LayerCache],
         *,
         limits: Limits,
         device: torch.device | str,
@@ -80,10 +80,10 @@ class World:
         self.runners = runners
         self.device = torch.device(device)
         self.random = torch.Generator().manual_seed(seed)
-        self._execute, self._truth = execute, truth
+        self._execute, self._reference = execute, reference
         self._caches = [tensor for cache in caches for _, tensor in cache.items()]
-        self._truth_caches = [tensor for cache in truth_caches for _, tensor in cache.items()]
-        for tensor in (*self._caches, *self._truth_caches):
+        self._reference_caches = [tensor for cache in reference_caches for _, tensor in cache.items()]
+        for tensor in (*self._caches, *self._reference_caches):
             tensor.fill_(float("nan"))
         self._free = torch.randperm(limits.num_blocks, generator=self.random).tolist()
         self._uses: Counter[int] = Counter()  # by page: requests that read it
@@ -123,7 +123,7 @@ class World:
         pages = self._requests.pop(number).pages
         self._uses.subtract(pages)
         unused = [page for page in pages if not self._uses[page]]
-        for tensor in (*self._caches, *self._truth_caches):
+        for tensor in (*self._caches, *self._reference_caches):
             tensor[unused] = float("nan")
         self._free += unused
 
@@ -139,7 +139,7 @@ class World:
             logits: rows whose logits are wanted; by default the last row of every part with tokens.
 
         Returns:
-            The truth's logits.
+            The reference's logits.
 
         Raises:
             ConformanceError: what differs.
@@ -153,7 +153,7 @@ class World:
             runner.poison_inputs()
         before = [as_bytes(tensor).clone() for tensor in self._caches]
         ours = self._execute(tokens, positions, metadata, rows)
-        theirs = self._truth(tokens, positions, metadata, rows)
+        theirs = self._reference(tokens, positions, metadata, rows)
         error = check_close("logits", ours, theirs)
         check_greedy(ours, theirs, error)
         self._check_caches(metadata, before)
@@ -165,7 +165,7 @@ class World:
         """Runs one step that asks for hidden states, and checks those."""
         metadata, tokens, positions = self._build(parts)
         ours = self._execute(tokens, positions, metadata, None)
-        check_close("hidden states", ours, self._truth(tokens, positions, metadata, None))
+        check_close("hidden states", ours, self._reference(tokens, positions, metadata, None))
 
     def _build(self, parts: Sequence[tuple[int, int]]) -> tuple[AttentionMetadata, torch.Tensor, torch.Tensor]:
         page_size = self.limits.page_size
@@ -206,7 +206,7 @@ class World:
     def _check_caches(self, metadata: AttentionMetadata, before: Sequence[torch.Tensor]) -> None:
         slots = metadata.slot_mapping.long()
         pages, offsets = slots // self.limits.page_size, slots % self.limits.page_size
-        for layer, (ours, theirs, old) in enumerate(zip(self._caches, self._truth_caches, before, strict=True)):
+        for layer, (ours, theirs, old) in enumerate(zip(self._caches, self._reference_caches, before, strict=True)):
             check_close(f"what was written to cache {layer}", ours[pages, offsets], theirs[pages, offsets])
             now = as_bytes(ours).clone()
             now[pages, offsets] = old[pages, offsets]
