@@ -42,9 +42,9 @@ class StepBuilder:
     def __init__(self, *, max_num_seqs: int, max_len: int, device: torch.device) -> None:
         self._device = device
         pages = -(-max_len // PAGE_SIZE)
-        self.num_blocks = max_num_seqs * pages
+        self.num_pages = max_num_seqs * pages
         # Scattered pages, as they are after a while.
-        order = np.random.default_rng(0).permutation(self.num_blocks)
+        order = np.random.default_rng(0).permutation(self.num_pages)
         self._tables = order.astype(np.int32).reshape(max_num_seqs, pages)
         self._shapes: dict[tuple[int, int, int, int, int], _Shape] = {}
 

@@ -67,7 +67,7 @@ class Bench:
         self.caches = [
             tuple(
                 torch.zeros(
-                    (self.builder.num_blocks, PAGE_SIZE, spec.num_kv_heads, spec.head_dim),
+                    (self.builder.num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim),
                     dtype=self.model.dtype,
                     device=self.device,
                 )

@@ -12,15 +12,15 @@
 namespace hosts {
 
 inline constexpr int64_t kPageSize = 4;
-inline constexpr int64_t kNumBlocks = 16;
+inline constexpr int64_t kNumPages = 16;
 
 inline at::Tensor int32(const std::vector<int32_t>& values) { return at::tensor(values, at::kInt); }
 
-// [num_blocks, page_size, num_kv_heads, head_dim] twice a layer, zeros.
+// [num_pages, page_size, num_kv_heads, head_dim] twice a layer, zeros.
 inline std::vector<std::vector<at::Tensor>> make_caches(const xllm::executor::PyCausalLM& model) {
   std::vector<std::vector<at::Tensor>> caches;
   for (const auto& shape : model.cache_shapes()) {
-    const std::vector<int64_t> sizes = {kNumBlocks, kPageSize, shape.num_kv_heads, shape.head_dim};
+    const std::vector<int64_t> sizes = {kNumPages, kPageSize, shape.num_kv_heads, shape.head_dim};
     const auto options = at::TensorOptions().dtype(model.dtype()).device(model.device());
     caches.push_back({at::full(sizes, 0, options), at::full(sizes, 0, options)});
   }

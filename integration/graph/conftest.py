@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 COMMON = {"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "float32"}
-LIMITS = Limits(max_num_seqs=11, max_num_tokens=24, max_model_len=40, page_size=4, num_blocks=140, vocab_size=131)
+LIMITS = Limits(max_num_seqs=11, max_num_tokens=24, max_model_len=40, page_size=4, num_pages=140, vocab_size=131)
 
 
 GPU_ASKED_FOR = os.environ.get("XLLM_GPU_TESTS") == "1"

@@ -22,7 +22,7 @@ CONFIG = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": False, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "float32",
 }  # fmt: skip
-LIMITS = Limits(max_num_seqs=8, max_num_tokens=16, max_model_len=24, page_size=4, num_blocks=64, vocab_size=131)
+LIMITS = Limits(max_num_seqs=8, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=64, vocab_size=131)
 
 
 class Setup:

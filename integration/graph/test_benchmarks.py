@@ -31,7 +31,7 @@ def test_steps_equal_the_reference_builders(load: Any, first: int, count: int) -
     assert step.tokens.tolist() == list(range(3 * count))
     assert step.positions.tolist() == [*range(first, first + count)] * 3
     assert step.logits_indices.tolist() == [count - 1, 2 * count - 1, 3 * count - 1]
-    validate(step.metadata, num_tokens=3 * count, num_seqs=3, num_blocks=builder.num_blocks, page_size=batch.PAGE_SIZE)
+    validate(step.metadata, num_tokens=3 * count, num_seqs=3, num_pages=builder.num_pages, page_size=batch.PAGE_SIZE)
 
 
 def test_a_step_is_built_while_the_device_is_at_the_one_before(load: Any) -> None:

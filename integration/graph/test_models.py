@@ -45,9 +45,7 @@ def test_every_step_piecewise(make_setup: MakeSetup, family: str) -> None:
 
 def test_mixed_workload_of_200_requests(make_setup: MakeSetup) -> None:
     """Chunked prefill, decode and prefix hits: every step after warm-up runs under a graph, and equals eager."""
-    limits = Limits(
-        max_num_seqs=24, max_num_tokens=64, max_model_len=64, page_size=8, num_blocks=24 * 8, vocab_size=131
-    )
+    limits = Limits(max_num_seqs=24, max_num_tokens=64, max_model_len=64, page_size=8, num_pages=24 * 8, vocab_size=131)
     setup = make_setup("qwen3", limits=limits)
     workload = MixedWorkload(setup.harness, num_requests=200, token_budget=64, max_prompt=48, max_answer=16)
     workload.run()
@@ -65,7 +63,7 @@ def test_mixed_workload_of_200_requests(make_setup: MakeSetup) -> None:
 @pytest.mark.parametrize("scenario", [BY_NAME["mixed_orders"], BY_NAME["selected_logits"]], ids=["mixed", "selected"])
 def test_triton_kernels_in_recorded_graphs(make_interpreted_setup: MakeSetup, scenario: Scenario) -> None:
     """Launches are recorded like ops, in the interpreter."""
-    limits = Limits(max_num_seqs=4, max_num_tokens=16, max_model_len=16, page_size=4, num_blocks=32, vocab_size=131)
+    limits = Limits(max_num_seqs=4, max_num_tokens=16, max_model_len=16, page_size=4, num_pages=32, vocab_size=131)
     setup = make_interpreted_setup("qwen3", limits=limits, changes={"num_hidden_layers": 1})
     scenario(setup.harness)
     assert set(setup.executor.stats()["steps"]) == {"decode_graph", "piecewise"}
@@ -74,7 +72,7 @@ def test_triton_kernels_in_recorded_graphs(make_interpreted_setup: MakeSetup, sc
 @pytest.mark.parametrize("live", [96, 97, 100])
 def test_a_limit_of_100_sequences(make_setup: MakeSetup, live: int) -> None:
     """A batch between the last two buckets: arrays cover the rows of the graph, not the live ones."""
-    limits = Limits(max_num_seqs=100, max_num_tokens=100, max_model_len=8, page_size=4, num_blocks=200, vocab_size=131)
+    limits = Limits(max_num_seqs=100, max_num_tokens=100, max_model_len=8, page_size=4, num_pages=200, vocab_size=131)
     setup = make_setup("llama", limits=limits)
     requests = [setup.harness.add() for _ in range(live)]
     setup.harness.step(*((number, 1) for number in requests))
@@ -85,7 +83,7 @@ def test_a_limit_of_100_sequences(make_setup: MakeSetup, live: int) -> None:
 
 def test_long_context_after_a_capture_at_none(make_setup: MakeSetup) -> None:
     """The plan follows the step: thousands of tokens where the capture had none."""
-    limits = Limits(max_num_seqs=2, max_num_tokens=256, max_model_len=2100, page_size=64, num_blocks=80, vocab_size=131)
+    limits = Limits(max_num_seqs=2, max_num_tokens=256, max_model_len=2100, page_size=64, num_pages=80, vocab_size=131)
     setup = make_setup("llama", limits=limits, changes={"max_position_embeddings": 4096})
     long, short = setup.harness.add(), setup.harness.add()
     for _ in range(8):

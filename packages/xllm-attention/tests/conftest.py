@@ -56,11 +56,11 @@ def make_caches() -> Callable[..., list[LayerCache]]:
     def make(
         specs: Sequence[AttentionSpec],
         *,
-        num_blocks: int = 32,
+        num_pages: int = 32,
         page_size: int = 4,
         dtype: torch.dtype = torch.float32,
     ) -> list[LayerCache]:
-        shapes = [(2, num_blocks, page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
+        shapes = [(2, num_pages, page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
         return [LayerCache.from_tensors(tuple(torch.zeros(shape, dtype=dtype))) for shape in shapes]
 
     return make

@@ -28,7 +28,7 @@ def _cache(k: torch.Tensor | None = GOOD, v: torch.Tensor | None = GOOD) -> Laye
         ([_cache(), _cache(v=torch.zeros(4, 16, 2, 9))], "v cache of layer 1 has head_dim 9; its layer has 8"),
         ([_cache(), _cache(k=GOOD.half())], "has dtype torch.float16; the backend was made for torch.float32"),
         ([_cache(), _cache(k=GOOD.to("meta"))], "k cache of layer 1 is on meta; the backend was made for cpu"),
-        ([_cache(k=torch.zeros(0, 16, 2, 8)), _cache()], "has num_blocks 0; it must be at least 1"),
+        ([_cache(k=torch.zeros(0, 16, 2, 8)), _cache()], "has num_pages 0; it must be at least 1"),
         ([_cache(k=torch.zeros(4, 0, 2, 8)), _cache()], "has page_size 0; it must be at least 1"),
         ([_cache(v=torch.zeros(5, 16, 2, 8)), _cache()], r"have shapes \[4, 16, 2, 8\] and \[5, 16, 2, 8\]"),
         (
@@ -37,7 +37,7 @@ def _cache(k: torch.Tensor | None = GOOD, v: torch.Tensor | None = GOOD) -> Laye
         ),
         (
             [_cache(), _cache(*torch.zeros(2, 5, 16, 2, 8))],
-            r"num_blocks differ: 4 \(layer 0\), 5 \(layer 1\); all caches must have the same",
+            r"num_pages differ: 4 \(layer 0\), 5 \(layer 1\); all caches must have the same",
         ),
         ([_cache(k=torch.zeros(1, 16, 2, 8).expand(SHAPE)), _cache()], "elements overlap"),
         ([_cache(k=torch.zeros(2000).as_strided(SHAPE, (255, 16, 8, 1))), _cache()], "elements overlap"),

@@ -27,7 +27,7 @@ from xllm_metadata import LayerCache
 SPECS = tuple(
     AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35, sliding_window=window) for window in (0, 5)
 )
-LIMITS = Limits(max_num_seqs=11, max_num_tokens=24, max_model_len=26, page_size=4, num_blocks=96, vocab_size=50)
+LIMITS = Limits(max_num_seqs=11, max_num_tokens=24, max_model_len=26, page_size=4, num_pages=96, vocab_size=50)
 
 GPU_ASKED_FOR = os.environ.get("XLLM_GPU_TESTS") == "1"
 
@@ -106,7 +106,7 @@ def make_backend(
         max_num_tokens=token_buckets(limits.max_num_tokens)[-1],
         max_model_len=limits.max_model_len,
     )
-    shapes = [(limits.num_blocks, limits.page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
+    shapes = [(limits.num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
     with torch.inference_mode(False):  # the host's memory, whatever the mode of a test
         caches = [LayerCache(k=torch.zeros(s, device=device), v=torch.zeros(s, device=device)) for s in shapes]
     backend.bind_kv_caches(caches)

@@ -96,7 +96,7 @@ def test_steps_in_inference_mode(make_setup: MakeSetup) -> None:
 def test_steps_of_one_token_at_most(make_setup: MakeSetup, max_num_tokens: int, max_model_len: int) -> None:
     """All of them are padded then, and so must be what was compiled."""
     limits = Limits(
-        max_num_seqs=1, max_num_tokens=max_num_tokens, max_model_len=max_model_len, page_size=4, num_blocks=8,
+        max_num_seqs=1, max_num_tokens=max_num_tokens, max_model_len=max_model_len, page_size=4, num_pages=8,
         vocab_size=50,
     )  # fmt: skip
     setup = make_setup(warm=False, limits=limits)

@@ -14,7 +14,7 @@ from xllm_graph.conformance import SCENARIOS, ConformanceError, Limits
 
 MakeSetup = Callable[..., Any]
 # Fewer tokens than the largest bucket has, in as many sequences as there may be.
-SHORT = Limits(max_num_seqs=1, max_num_tokens=5, max_model_len=5, page_size=4, num_blocks=8, vocab_size=50)
+SHORT = Limits(max_num_seqs=1, max_num_tokens=5, max_model_len=5, page_size=4, num_pages=8, vocab_size=50)
 
 
 @pytest.mark.parametrize("options", [{}, {"limits": SHORT}], ids=["long", "short"])

@@ -16,9 +16,9 @@ class Batch:
 
     q_lens: list[int]
     kv_lens: list[int]
-    block_tables: list[list[int]]
+    page_tables: list[list[int]]
     page_size: int
-    num_blocks: int
+    num_pages: int
 
 
 def make_batch(draw_int: Callable[[int, int], int], kind: str, page_size: int, num_seqs: int, max_len: int) -> Batch:
@@ -29,14 +29,14 @@ def make_batch(draw_int: Callable[[int, int], int], kind: str, page_size: int, n
         kv_lens.append(kv_len)
         q_lens.append({"decode": 1, "prefill": kv_len}.get(kind, draw_int(0, kv_len)))
     counts = [-(-kv_len // page_size) for kv_len in kv_lens]
-    num_blocks = sum(counts) + draw_int(1, 5)
-    order = list(range(num_blocks))
+    num_pages = sum(counts) + draw_int(1, 5)
+    order = list(range(num_pages))
     random.Random(draw_int(0, 2**16)).shuffle(order)
     tables = []
     for count in counts:
         tables.append(order[:count])
         order = order[count:]
-    return Batch(q_lens=q_lens, kv_lens=kv_lens, block_tables=tables, page_size=page_size, num_blocks=num_blocks)
+    return Batch(q_lens=q_lens, kv_lens=kv_lens, page_tables=tables, page_size=page_size, num_pages=num_pages)
 
 
 @st.composite

@@ -51,10 +51,10 @@ def test_phase(q_lens: list[int], kv_lens: list[int], flags: tuple[bool, bool], 
 @given(data=st.data())
 def test_every_token_lands_in_its_page_and_the_step_is_valid(data: st.DataObject, batch_strategy: Any) -> None:
     batch = data.draw(batch_strategy)
-    step = build_attention_metadata(batch.q_lens, batch.kv_lens, batch.block_tables, batch.page_size)
+    step = build_attention_metadata(batch.q_lens, batch.kv_lens, batch.page_tables, batch.page_size)
     expected = [
         table[position // batch.page_size] * batch.page_size + position % batch.page_size
-        for q_len, kv_len, table in zip(batch.q_lens, batch.kv_lens, batch.block_tables, strict=True)
+        for q_len, kv_len, table in zip(batch.q_lens, batch.kv_lens, batch.page_tables, strict=True)
         for position in range(kv_len - q_len, kv_len)
     ]
     assert step.slot_mapping.tolist() == expected
@@ -62,7 +62,7 @@ def test_every_token_lands_in_its_page_and_the_step_is_valid(data: st.DataObject
         step,
         num_tokens=len(expected),
         num_seqs=len(batch.q_lens),
-        num_blocks=batch.num_blocks,
+        num_pages=batch.num_pages,
         page_size=batch.page_size,
     )
 
@@ -70,10 +70,10 @@ def test_every_token_lands_in_its_page_and_the_step_is_valid(data: st.DataObject
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([1], [1, 2], [[0]], 4), "q_lens, kv_lens and block_tables have 1, 2 and 1 entries"),
+        (([1], [1, 2], [[0]], 4), "q_lens, kv_lens and page_tables have 1, 2 and 1 entries"),
         (([2], [1], [[0]], 4), "sequence 0: q_len 2 must be between 0 and its kv_len 1"),
         (([-1], [1], [[0]], 4), "sequence 0: q_len -1"),
-        (([1], [5], [[0]], 4), "sequence 0: kv_len 5 needs 2 pages of 4, its block table has 1"),
+        (([1], [5], [[0]], 4), "sequence 0: kv_len 5 needs 2 pages of 4, its page table has 1"),
         (([1], [1], [[-2]], 4), "sequence 0: page index -2 is negative"),
         (([], [], [], 0), "page_size is 0"),
     ],

@@ -87,21 +87,21 @@ def other_kv_length(rng: random.Random, batch: Any, step: Any) -> Any:
 def page_out_of_range(rng: random.Random, batch: Any, step: Any) -> Any:
     if not len(step.paged_kv_indices):
         return None
-    value = rng.choice([-1, batch.num_blocks, 2**31 - 1])
+    value = rng.choice([-1, batch.num_pages, 2**31 - 1])
     return changed(step, ("paged_kv_indices",), rng.randrange(len(step.paged_kv_indices)), value)
 
 
 def slot_out_of_range(rng: random.Random, batch: Any, step: Any) -> Any:
     if not len(step.slot_mapping):
         return None
-    value = rng.choice([-2, batch.num_blocks * batch.page_size, 2**31 - 1])
+    value = rng.choice([-2, batch.num_pages * batch.page_size, 2**31 - 1])
     return changed(step, ("slot_mapping",), rng.randrange(len(step.slot_mapping)), value)
 
 
 def slot_off_its_page_table(rng: random.Random, batch: Any, step: Any) -> Any:
     if not len(step.slot_mapping):
         return None
-    value = rng.randrange(-1, batch.num_blocks * batch.page_size)
+    value = rng.randrange(-1, batch.num_pages * batch.page_size)
     return changed(step, ("slot_mapping",), rng.randrange(len(step.slot_mapping)), value)
 
 
@@ -117,7 +117,7 @@ def two_writers(rng: random.Random, batch: Any, step: Any) -> Any:
     if not pairs:
         return None
     i, j = rng.choice(pairs)
-    tables = [list(table) for table in batch.block_tables]
+    tables = [list(table) for table in batch.page_tables]
     last_i, last_j = ((batch.kv_lens[s] - 1) // batch.page_size for s in (i, j))
     tables[i][last_i] = tables[j][last_j]
     return build_attention_metadata(batch.q_lens, batch.kv_lens, tables, batch.page_size)
@@ -156,11 +156,11 @@ def test_every_corruption_is_rejected_and_every_step_accepted(random_batch: Call
     done: Counter[str] = Counter()
     while done.total() < 10_000:
         batch = random_batch(rng, rng.choice(KINDS), rng.choice([1, 4, 16]), rng.randint(1, 6), 40)
-        step = build_attention_metadata(batch.q_lens, batch.kv_lens, batch.block_tables, batch.page_size)
+        step = build_attention_metadata(batch.q_lens, batch.kv_lens, batch.page_tables, batch.page_size)
         limits = {
             "num_tokens": len(step.slot_mapping),
             "num_seqs": len(batch.q_lens),
-            "num_blocks": batch.num_blocks,
+            "num_pages": batch.num_pages,
             "page_size": batch.page_size,
         }
         validate(step, **limits)

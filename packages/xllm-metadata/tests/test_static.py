@@ -130,7 +130,7 @@ def test_a_padded_decode_step_is_a_valid_step() -> None:
     live = static.paged_kv_indices[: int(static.paged_kv_indptr_host[-1])]
     step = dataclasses.replace(DECODE, **{f.name: getattr(static, f.name) for f in FIELDS})
     step = dataclasses.replace(step, paged_kv_indices=live)
-    validate(step, num_tokens=4, num_seqs=4, num_blocks=16, page_size=4)
+    validate(step, num_tokens=4, num_seqs=4, num_pages=16, page_size=4)
 
 
 def test_optional_fields_are_held_only_when_asked_for() -> None:

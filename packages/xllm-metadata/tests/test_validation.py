@@ -11,14 +11,14 @@ import torch
 
 from xllm_metadata import FIELDS, BuiltAttentionMetadata, build_attention_metadata, check_present, validate
 
-PAGE_SIZE, NUM_BLOCKS = 4, 16
+PAGE_SIZE, NUM_PAGES = 4, 16
 MIXED = build_attention_metadata([3, 1], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE)
 DECODE = build_attention_metadata([1, 1], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE)
 PREFILL = build_attention_metadata([6, 5], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE)
 
 
 def check(step: BuiltAttentionMetadata, num_tokens: int = 4, num_seqs: int = 2) -> None:
-    validate(step, num_tokens=num_tokens, num_seqs=num_seqs, num_blocks=NUM_BLOCKS, page_size=PAGE_SIZE)
+    validate(step, num_tokens=num_tokens, num_seqs=num_seqs, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
 
 
 def with_value(name: str, index: int, value: int, *, mirror: str | None = None) -> Callable[[Any], Any]:
@@ -125,7 +125,7 @@ def test_a_decode_step_has_one_token_a_sequence() -> None:
     ],
 )
 def test_inputs_beside_the_metadata_are_checked(inputs: dict[str, list[int]], message: str) -> None:
-    limits = {"num_tokens": 4, "num_seqs": 2, "num_blocks": NUM_BLOCKS, "page_size": PAGE_SIZE}
+    limits = {"num_tokens": 4, "num_seqs": 2, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
     legal = {"positions": [3, 4, 5, 4], "logits_indices": [2, 3]}
     validate(MIXED, **limits, **{name: torch.tensor(values) for name, values in legal.items()})
     with pytest.raises(ValueError, match=message):
@@ -144,7 +144,7 @@ def test_padding_has_position_0() -> None:
     )
     padded = dataclasses.replace(MIXED, slot_mapping=torch.cat([MIXED.slot_mapping, torch.tensor([-1]).int()]))
     for step, positions, row in ((empty, [0, 4], 0), (padded, [3, 4, 5, 4, 0], 4)):
-        limits = {"num_tokens": len(positions), "num_seqs": 2, "num_blocks": NUM_BLOCKS, "page_size": PAGE_SIZE}
+        limits = {"num_tokens": len(positions), "num_seqs": 2, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
         validate(step, **limits, positions=torch.tensor(positions))
         positions[row] = 7
         with pytest.raises(ValueError, match=rf"positions\[{row}\] is 7; a padded row has position 0"):

@@ -39,8 +39,8 @@ class PagedSession:
         self.page_size = page_size
         self.lengths = [0] * num_sequences
         pages = -(-max_len // page_size)
-        num_blocks = num_sequences * pages
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7)).tolist()
+        num_pages = num_sequences * pages
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(7)).tolist()
         self.tables = [order[i * pages : (i + 1) * pages] for i in range(num_sequences)]
         self.backend = create_backend(
             "torch",
@@ -51,7 +51,7 @@ class PagedSession:
             max_num_tokens=num_sequences * max_len,
             max_model_len=max_len,
         )
-        shapes = [(num_blocks, page_size, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
+        shapes = [(num_pages, page_size, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
         like = {"dtype": model.dtype, "device": model.device}
         self.backend.bind_kv_caches(
             [LayerCache.from_tensors([torch.full(s, torch.nan, **like) for _ in "kv"]) for s in shapes]

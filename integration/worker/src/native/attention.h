@@ -18,7 +18,7 @@ namespace xllm::worker::native {
 using executor::AttentionLayer;
 
 struct KvCache {
-  at::Tensor k, v;  // [num_blocks, page_size, K, D]
+  at::Tensor k, v;  // [num_pages, page_size, K, D]
 };
 
 // How one step attends in the layers of a group. B sequences, T tokens, H heads, K kv heads, D head dim.

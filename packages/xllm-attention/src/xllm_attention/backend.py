@@ -76,7 +76,7 @@ class Step(NamedTuple):  # of all ways to carry these to a hook, the one that co
 
 
 class AttentionBackend(ABC):
-    """Attention over paged KV caches [num_blocks, page_size, num_kv_heads, head_dim] for all layers of a model.
+    """Attention over paged KV caches [num_pages, page_size, num_kv_heads, head_dim] for all layers of a model.
 
     `bind_kv_caches` once, then for every step `plan` once and `run` once per layer. Subclasses fill the four hooks
     `_bind`, `_plan_step`, `_plan_group` and `_run`, and set `name` and `capabilities`.
@@ -164,7 +164,7 @@ class AttentionBackend(ABC):
         Strides are free as long as no two elements overlap. A step that was planned before is forgotten.
 
         Raises:
-            ValueError: wrong number, rank, shape, dtype, device or strides, or unequal page sizes or num_blocks.
+            ValueError: wrong number, rank, shape, dtype, device or strides, or unequal page sizes or num_pages.
         """
         page_size = check_caches(caches, self.specs, device=self.device, dtype=self.dtype)
         self._num_tokens = None

@@ -22,7 +22,7 @@ def check_caches(
     if len(caches) != len(specs):
         raise ValueError(f"{len(caches)} KV caches for {len(specs)} layers; every layer needs one")
     # Value -> first layer that has it. All layers share one page table.
-    num_blocks: dict[int, int] = {}
+    num_pages: dict[int, int] = {}
     page_sizes: dict[int, int] = {}
     for layer_id, (cache, spec) in enumerate(zip(caches, specs, strict=True)):
         for slot, tensor in (("k", cache.k), ("v", cache.v)):
@@ -30,14 +30,14 @@ def check_caches(
             if tensor is None:
                 raise ValueError(f"{name} is None")
             _check_tensor(name, tensor, spec, device, dtype)
-            num_blocks.setdefault(tensor.shape[0], layer_id)
+            num_pages.setdefault(tensor.shape[0], layer_id)
             page_sizes.setdefault(tensor.shape[1], layer_id)
         if cache.k is not None and cache.v is not None and cache.k.shape != cache.v.shape:
             raise ValueError(
                 f"k and v cache of layer {layer_id} have shapes {list(cache.k.shape)} and {list(cache.v.shape)}; "
                 "they must be equal"
             )
-    for what, values in (("page sizes", page_sizes), ("num_blocks", num_blocks)):
+    for what, values in (("page sizes", page_sizes), ("num_pages", num_pages)):
         if len(values) > 1:
             listed = ", ".join(f"{value} (layer {layer_id})" for value, layer_id in values.items())
             raise ValueError(f"{what} differ: {listed}; all caches must have the same")
@@ -49,12 +49,12 @@ def _check_tensor(
 ) -> None:
     if tensor.dim() != 4:
         raise ValueError(
-            f"{name} has {tensor.dim()} dimensions; it must have 4: [num_blocks, page_size, num_kv_heads, head_dim]"
+            f"{name} has {tensor.dim()} dimensions; it must have 4: [num_pages, page_size, num_kv_heads, head_dim]"
         )
     for axis, what, expected in ((2, "num_kv_heads", spec.num_kv_heads), (3, "head_dim", spec.head_dim)):
         if tensor.shape[axis] != expected:
             raise ValueError(f"{name} has {what} {tensor.shape[axis]}; its layer has {expected}")
-    for axis, what in ((0, "num_blocks"), (1, "page_size")):
+    for axis, what in ((0, "num_pages"), (1, "page_size")):
         if tensor.shape[axis] < 1:
             raise ValueError(f"{name} has {what} {tensor.shape[axis]}; it must be at least 1")
     if tensor.dtype is not dtype:

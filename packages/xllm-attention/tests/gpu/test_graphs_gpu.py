@@ -17,8 +17,8 @@ from xllm_metadata import LayerCache, StaticAttentionMetadata, build_attention_m
 pytestmark = pytest.mark.gpu
 
 BUCKET, PAGE_SIZE, MAX_LEN = 8, 16, 8192
-NUM_BLOCKS = BUCKET * MAX_LEN // PAGE_SIZE
-TABLES = [list(range(seq, NUM_BLOCKS, BUCKET)) for seq in range(BUCKET)]
+NUM_PAGES = BUCKET * MAX_LEN // PAGE_SIZE
+TABLES = [list(range(seq, NUM_PAGES, BUCKET)) for seq in range(BUCKET)]
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=128, scale=128**-0.5)
 BACKENDS = ("triton", "flashinfer", "auto", "decode=triton,prefill=flashinfer")
 LENGTHS = ([1], [8000, 5, 17, 4096, 1, 333, 64, 65], [2, 7999, 3], [], [16, 16, 16, 16, 15, 17, 1, 8191])
@@ -41,7 +41,7 @@ def _backend(name: str, caches: Sequence[LayerCache], specs: Sequence[AttentionS
 def _cache() -> LayerCache:
     """Random keys and values; every graph test reads them up to some length, and writes the last place."""
     generator = torch.Generator("cuda").manual_seed(1)
-    shape = (2, NUM_BLOCKS, PAGE_SIZE, SPEC.num_kv_heads, SPEC.head_dim)
+    shape = (2, NUM_PAGES, PAGE_SIZE, SPEC.num_kv_heads, SPEC.head_dim)
     k, v = torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
     return LayerCache(k=k, v=v)
 
@@ -57,10 +57,8 @@ def _decode(lens: list[int]) -> Any:
 
 
 def _static() -> StaticAttentionMetadata:
-    static = StaticAttentionMetadata(
-        max_num_tokens=BUCKET, max_num_seqs=BUCKET, max_num_pages=NUM_BLOCKS, device="cuda"
-    )
-    static.buffer("paged_kv_indices").fill_(NUM_BLOCKS)  # unusable
+    static = StaticAttentionMetadata(max_num_tokens=BUCKET, max_num_seqs=BUCKET, max_num_pages=NUM_PAGES, device="cuda")
+    static.buffer("paged_kv_indices").fill_(NUM_PAGES)  # unusable
     return static
 
 

@@ -95,7 +95,7 @@ def _under_graphs(model: CausalLM, options: Options, graph: Mapping[str, str]) -
         max_num_tokens=24,
         max_model_len=MAX_MODEL_LEN,
         page_size=4,
-        num_blocks=140,
+        num_pages=140,
         vocab_size=model.config.vocab_size,
     )
     try:
@@ -141,7 +141,7 @@ def make_harness(
 def _executor(model: CausalLM, limits: Limits, options: Mapping[str, object]) -> tuple[ModelExecutor, list[LayerCache]]:
     own = {"max_tokens_per_batch": limits.max_num_tokens, "max_model_len": limits.max_model_len}
     executor = ModelExecutor(model, {**options, **own}, limits.max_num_seqs)
-    shapes = [(limits.num_blocks, limits.page_size, s.num_kv_heads, s.head_dim) for s in model.attention_specs]
+    shapes = [(limits.num_pages, limits.page_size, s.num_kv_heads, s.head_dim) for s in model.attention_specs]
     # Poisoned: a slot that is read before it is written shows.
     caches = [
         LayerCache(*(torch.full(shape, torch.nan, device=model.device, dtype=model.dtype) for _ in "kv"))

@@ -83,7 +83,7 @@ class ModelExecutor:
         self._runners: RunnerSet | None = None  # made when the caches are bound
         self._last_stats: dict[str, object] | None = None  # of the shutdown
         self._validate = config.validate or os.environ.get("XLLM_VALIDATE") == "1"
-        self._num_blocks: int | None = None
+        self._num_pages: int | None = None
         self._warmup_plans = self._backend.plan_counts
         self._page_size = 0
 
@@ -92,21 +92,21 @@ class ModelExecutor:
 
         Args:
             caches: one entry a layer: a `LayerCache`, or its tensors in slot order (k, v, ...), each
-                [num_blocks, page_size, num_kv_heads, head_dim] in the model's dtype on its device.
+                [num_pages, page_size, num_kv_heads, head_dim] in the model's dtype on its device.
 
         Raises:
             RuntimeError: a cache is bound already.
             ValueError: wrong number of layers, shape, dtype or device, or a graph runtime that does not serve it.
         """
         model = self._live()
-        if self._num_blocks is not None:
+        if self._num_pages is not None:
             raise RuntimeError("bind_kv_caches was called before: an executor is bound once")
         layers = [LayerCache.from_tensors(tensors) for tensors in caches]
         self._backend.bind_kv_caches(layers)
         first = layers[0].k
         assert first is not None  # the backend has checked it
         self._runners = make_runners(model, self.config, self._backend, self._sizes, first.shape[1], self._graph_passes)
-        self._num_blocks, self._page_size = first.shape[0], first.shape[1]
+        self._num_pages, self._page_size = first.shape[0], first.shape[1]
 
     def warmup(self) -> None:
         """Gets everything ready that the first request must not wait for; captures the graphs, if any are asked for.
@@ -157,7 +157,7 @@ class ModelExecutor:
                 a step beyond the limits. The executor stays usable.
         """
         self._live()
-        if self._runners is None or self._num_blocks is None:
+        if self._runners is None or self._num_pages is None:
             raise RuntimeError("execute was called before bind_kv_caches")
         if inputs_embeds is not None:
             raise ValueError("inputs_embeds is not served by this version; pass token ids")
@@ -168,7 +168,7 @@ class ModelExecutor:
                     metadata,
                     num_tokens=tokens.shape[0],
                     num_seqs=metadata.paged_kv_last_page_len_host.shape[0],
-                    num_blocks=self._num_blocks,
+                    num_pages=self._num_pages,
                     page_size=self._page_size,
                     positions=positions,
                     logits_indices=logits_indices,

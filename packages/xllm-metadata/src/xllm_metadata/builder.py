@@ -33,7 +33,7 @@ BuiltAttentionMetadata: Any = make_dataclass(
 def build_attention_metadata(
     q_lens: Sequence[int],
     kv_lens: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
+    page_tables: Sequence[Sequence[int]],
     page_size: int,
     device: torch.device | str = "cpu",
 ) -> AttentionMetadata:
@@ -42,7 +42,7 @@ def build_attention_metadata(
     Args:
         q_lens: this step's tokens of each sequence, B numbers.
         kv_lens: KV length of each sequence, this step's tokens included, B numbers.
-        block_tables: page indices of each sequence; at least ceil(kv_len / page_size), further ones are ignored.
+        page_tables: page indices of each sequence; at least ceil(kv_len / page_size), further ones are ignored.
         page_size: tokens a page.
         device: where the device tensors lie; host mirrors stay on the host, pinned when this is a CUDA device.
 
@@ -55,19 +55,19 @@ def build_attention_metadata(
     Raises:
         ValueError: lengths that contradict each other, or too few pages; names the sequence, value and limit.
     """
-    _check_inputs(q_lens, kv_lens, block_tables, page_size)
-    num_pages = [-(-kv_len // page_size) for kv_len in kv_lens]
+    _check_inputs(q_lens, kv_lens, page_tables, page_size)
+    page_counts = [-(-kv_len // page_size) for kv_len in kv_lens]
     slots: list[int] = []
-    for q_len, kv_len, table in zip(q_lens, kv_lens, block_tables, strict=True):
+    for q_len, kv_len, table in zip(q_lens, kv_lens, page_tables, strict=True):
         slots += [table[p // page_size] * page_size + p % page_size for p in range(kv_len - q_len, kv_len)]
-    indices = [page for table, n in zip(block_tables, num_pages, strict=True) for page in table[:n]]
+    indices = [page for table, n in zip(page_tables, page_counts, strict=True) for page in table[:n]]
     last_page_lens = [(kv_len - 1) % page_size + 1 if kv_len else 0 for kv_len in kv_lens]
 
     is_decode = all(q_len == 1 for q_len in q_lens)
     is_prefill = not is_decode and list(q_lens) == list(kv_lens)
 
     device = torch.device(device)
-    pages_host = _host_tensor([0, *accumulate(num_pages)], device)
+    pages_host = _host_tensor([0, *accumulate(page_counts)], device)
     last_host = _host_tensor(last_page_lens, device)
     kv_host = _host_tensor([0, *accumulate(kv_lens)], device)
     qo_host = None if is_decode else _host_tensor([0, *accumulate(q_lens)], device)
@@ -95,22 +95,22 @@ def _host_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _check_inputs(
-    q_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Sequence[Sequence[int]], page_size: int
+    q_lens: Sequence[int], kv_lens: Sequence[int], page_tables: Sequence[Sequence[int]], page_size: int
 ) -> None:
     if page_size < 1:
         raise ValueError(f"page_size is {page_size}; it must be at least 1")
-    if not len(q_lens) == len(kv_lens) == len(block_tables):
+    if not len(q_lens) == len(kv_lens) == len(page_tables):
         raise ValueError(
-            f"q_lens, kv_lens and block_tables have {len(q_lens)}, {len(kv_lens)} and {len(block_tables)} entries; "
+            f"q_lens, kv_lens and page_tables have {len(q_lens)}, {len(kv_lens)} and {len(page_tables)} entries; "
             "each must have one per sequence"
         )
-    for i, (q_len, kv_len, table) in enumerate(zip(q_lens, kv_lens, block_tables, strict=True)):
+    for i, (q_len, kv_len, table) in enumerate(zip(q_lens, kv_lens, page_tables, strict=True)):
         if not 0 <= q_len <= kv_len:
             raise ValueError(f"sequence {i}: q_len {q_len} must be between 0 and its kv_len {kv_len}")
         need = -(-kv_len // page_size)
         if len(table) < need:
             raise ValueError(
-                f"sequence {i}: kv_len {kv_len} needs {need} pages of {page_size}, its block table has {len(table)}"
+                f"sequence {i}: kv_len {kv_len} needs {need} pages of {page_size}, its page table has {len(table)}"
             )
         if any(page < 0 for page in table[:need]):
             raise ValueError(f"sequence {i}: page index {min(table[:need])} is negative")

@@ -12,7 +12,7 @@ import torch
 class LayerCache:
     """Cache tensors of one layer in named slots; a slot that the layer does not use is None.
 
-    Paged attention uses `k` and `v`, each [num_blocks, page_size, num_kv_heads, head_dim] in the cache dtype.
+    Paged attention uses `k` and `v`, each [num_pages, page_size, num_kv_heads, head_dim] in the cache dtype.
     The remaining slots belong to layers that keep other state: `index` for sparse-attention indexers, `conv` and `ssm`
     for linear attention.
     """

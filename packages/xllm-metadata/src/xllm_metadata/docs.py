@@ -135,7 +135,7 @@ def _row(field: Field) -> str:
 
 
 def _example() -> str:
-    step = build_attention_metadata(q_lens=[3, 1], kv_lens=[6, 5], block_tables=[[4, 2], [9, 3]], page_size=4)
+    step = build_attention_metadata(q_lens=[3, 1], kv_lens=[6, 5], page_tables=[[4, 2], [9, 3]], page_size=4)
     rows = ["| field | value |", "| --- | --- |"]
     rows += [f"| {field.name} | {_value(step, field)} |" for field in FIELDS if field.when is not When.OPTIONAL]
     return "\n".join(rows)

@@ -43,7 +43,7 @@ def validate(
     *,
     num_tokens: int,
     num_seqs: int,
-    num_blocks: int,
+    num_pages: int,
     page_size: int,
     positions: torch.Tensor | None = None,
     logits_indices: torch.Tensor | None = None,
@@ -54,7 +54,7 @@ def validate(
         metadata: what to check.
         num_tokens: T, rows of the step's token ids; rows beyond the last sequence's must write nothing.
         num_seqs: B.
-        num_blocks: pages in the KV cache.
+        num_pages: pages in the KV cache.
         page_size: tokens a page.
         positions: [T], of the step's tokens.
         logits_indices: [n], rows of the step.
@@ -81,9 +81,9 @@ def validate(
         if name in values:
             _check_indptr(name, values[name])
     q_lens = _query_lens(values, num_tokens, num_seqs)
-    _check_pages(values, num_blocks, page_size)
+    _check_pages(values, num_pages, page_size)
     _check_lengths(metadata, values, q_lens, decode)
-    _check_slots(values, q_lens, page_size, num_blocks)
+    _check_slots(values, q_lens, page_size, num_pages)
     _check_optional(metadata, values, q_lens)
     if positions is not None:
         _check_positions(positions.tolist(), values, q_lens, num_tokens)
@@ -158,38 +158,38 @@ def _check_lengths(metadata: AttentionMetadata, values: dict[str, list[int]], q_
             raise ValueError(f"{name} is {getattr(metadata, name)}; the longest is {max(lens, default=0)}")
 
 
-def _check_pages(values: dict[str, list[int]], num_blocks: int, page_size: int) -> None:
+def _check_pages(values: dict[str, list[int]], num_pages: int, page_size: int) -> None:
     indptr, indices = values["paged_kv_indptr"], values["paged_kv_indices"]
     if indptr[-1] != len(indices):
         raise ValueError(f"paged_kv_indptr ends at {indptr[-1]}; paged_kv_indices has {len(indices)} entries")
     for i, page in enumerate(indices):
-        if not 0 <= page < num_blocks:
-            raise ValueError(f"paged_kv_indices[{i}] is {page}; the cache has pages 0 to {num_blocks - 1}")
+        if not 0 <= page < num_pages:
+            raise ValueError(f"paged_kv_indices[{i}] is {page}; the cache has pages 0 to {num_pages - 1}")
     kv_lens = [high - low for low, high in pairwise(values["kv_cu_seq_lens"])]
     for i, (kv_len, (low, high)) in enumerate(zip(kv_lens, pairwise(indptr), strict=True)):
-        last, num_pages = values["paged_kv_last_page_len"][i], high - low
+        last, seq_pages = values["paged_kv_last_page_len"][i], high - low
         smallest, largest = (1, page_size) if kv_len else (0, 0)
         if not smallest <= last <= largest:
             raise ValueError(
                 f"paged_kv_last_page_len[{i}] is {last}; with KV length {kv_len} it must be {smallest} to {largest}"
             )
-        if num_pages != -(-kv_len // page_size):
+        if seq_pages != -(-kv_len // page_size):
             raise ValueError(
-                f"paged_kv_indptr gives sequence {i} {num_pages} pages of {page_size}; "
+                f"paged_kv_indptr gives sequence {i} {seq_pages} pages of {page_size}; "
                 f"its KV length {kv_len} in kv_cu_seq_lens needs {-(-kv_len // page_size)}"
             )
-        if kv_len and (num_pages - 1) * page_size + last != kv_len:
+        if kv_len and (seq_pages - 1) * page_size + last != kv_len:
             raise ValueError(
-                f"paged_kv_last_page_len[{i}] is {last}; with {num_pages} pages of {page_size} that is KV length "
-                f"{(num_pages - 1) * page_size + last}, kv_cu_seq_lens has {kv_len}"
+                f"paged_kv_last_page_len[{i}] is {last}; with {seq_pages} pages of {page_size} that is KV length "
+                f"{(seq_pages - 1) * page_size + last}, kv_cu_seq_lens has {kv_len}"
             )
 
 
-def _check_slots(values: dict[str, list[int]], q_lens: list[int], page_size: int, num_blocks: int) -> None:
+def _check_slots(values: dict[str, list[int]], q_lens: list[int], page_size: int, num_pages: int) -> None:
     slots, indptr = values["slot_mapping"], values["paged_kv_indptr"]
     for t, slot in enumerate(slots):
-        if not -1 <= slot < num_blocks * page_size:
-            raise ValueError(f"slot_mapping[{t}] is {slot}; it must be -1 to {num_blocks * page_size - 1}")
+        if not -1 <= slot < num_pages * page_size:
+            raise ValueError(f"slot_mapping[{t}] is {slot}; it must be -1 to {num_pages * page_size - 1}")
     kv_lens = [high - low for low, high in pairwise(values["kv_cu_seq_lens"])]
     writer: dict[int, int] = {}
     t = 0

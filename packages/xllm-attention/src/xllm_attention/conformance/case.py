@@ -19,8 +19,8 @@ class CacheLayout(Enum):
     """How the caches lie in memory; a backend honours the strides or refuses to bind."""
 
     CONTIGUOUS = "contiguous"
-    KV_INTERLEAVED = "kv_interleaved"  # k and v of a page side by side: [num_blocks, 2, page_size, K, D]
-    HEADS_FIRST = "heads_first"  # [num_blocks, K, page_size, D]
+    KV_INTERLEAVED = "kv_interleaved"  # k and v of a page side by side: [num_pages, 2, page_size, K, D]
+    HEADS_FIRST = "heads_first"  # [num_pages, K, page_size, D]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

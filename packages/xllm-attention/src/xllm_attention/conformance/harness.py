@@ -42,8 +42,8 @@ class BackendHarness:
         self.device = device
         self._generator = torch.Generator().manual_seed(seed)
         self.lens = list(case.prefix_lens)
-        self.tables, self.num_blocks = _page_tables(case, random.Random(seed))
-        self.caches = [_make_cache(case, self.num_blocks, device) for _ in case.windows]
+        self.tables, self.num_pages = _page_tables(case, random.Random(seed))
+        self.caches = [_make_cache(case, self.num_pages, device) for _ in case.windows]
         # Per layer and sequence: all keys and values so far, [L, K, D] each, in the case's dtype on the CPU.
         self.history: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for cache in self.caches:
@@ -115,11 +115,11 @@ class BackendHarness:
             self._static = StaticAttentionMetadata(
                 max_num_tokens=bucket,
                 max_num_seqs=self.case.max_num_seqs,
-                max_num_pages=self.num_blocks,
+                max_num_pages=self.num_pages,
                 device=self.device,
             )
             # Whoever reads the page indices beyond the live ones must not be able to use them.
-            self._static.buffer("paged_kv_indices").fill_(self.num_blocks - 1)
+            self._static.buffer("paged_kv_indices").fill_(self.num_pages - 1)
         decode = metadata.qo_indptr is None
         num_seqs = metadata.kv_cu_seq_lens.shape[0] - 1
         self._static.fill(metadata, num_tokens=bucket, num_seqs=bucket if decode else num_seqs + 2)
@@ -162,20 +162,20 @@ def _as_decode(metadata: AttentionMetadata, num_rows: int, slots: list[int], liv
 def _page_tables(case: Case, rng: random.Random) -> tuple[list[list[int]], int]:
     """Scattered pages for every sequence; the last page, and with it the last slot, is nobody's."""
     needs = [-(-length // case.page_size) for length in case.final_lens]
-    num_blocks = sum(needs) + 3
-    free = list(range(num_blocks - 1))
+    num_pages = sum(needs) + 3
+    free = list(range(num_pages - 1))
     rng.shuffle(free)
-    return [[free.pop() for _ in range(need)] for need in needs], num_blocks
+    return [[free.pop() for _ in range(need)] for need in needs], num_pages
 
 
-def _make_cache(case: Case, num_blocks: int, device: torch.device) -> LayerCache:
-    """A layer's cache [num_blocks, page_size, K, D], poisoned throughout."""
+def _make_cache(case: Case, num_pages: int, device: torch.device) -> LayerCache:
+    """A layer's cache [num_pages, page_size, K, D], poisoned throughout."""
     k, p, d = case.num_kv_heads, case.page_size, case.head_dim
     if case.layout is CacheLayout.KV_INTERLEAVED:
-        both = torch.full((num_blocks, 2, p, k, d), case.poison, dtype=case.dtype, device=device)
+        both = torch.full((num_pages, 2, p, k, d), case.poison, dtype=case.dtype, device=device)
         return LayerCache(k=both[:, 0], v=both[:, 1])
     if case.layout is CacheLayout.HEADS_FIRST:
-        pair = torch.full((2, num_blocks, k, p, d), case.poison, dtype=case.dtype, device=device)
+        pair = torch.full((2, num_pages, k, p, d), case.poison, dtype=case.dtype, device=device)
         return LayerCache(k=pair[0].transpose(1, 2), v=pair[1].transpose(1, 2))
-    plain = torch.full((2, num_blocks, p, k, d), case.poison, dtype=case.dtype, device=device)
+    plain = torch.full((2, num_pages, p, k, d), case.poison, dtype=case.dtype, device=device)
     return LayerCache(k=plain[0], v=plain[1])

@@ -23,8 +23,8 @@ def check_large_cache(
     """
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=128, scale=128**-0.5)
     page_size = 128
-    num_blocks = 2**31 // (page_size * spec.num_kv_heads * spec.head_dim) + 2
-    shape = (num_blocks, page_size, spec.num_kv_heads, spec.head_dim)
+    num_pages = 2**31 // (page_size * spec.num_kv_heads * spec.head_dim) + 2
+    shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
     device = torch.device(device)
     cache = LayerCache(
         k=torch.empty(shape, dtype=dtype, device=device), v=torch.empty(shape, dtype=dtype, device=device)
@@ -35,7 +35,7 @@ def check_large_cache(
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((kv_len, 8, spec.head_dim), generator=generator).to(device, dtype)
     q, k, v = rows[:, :4], rows[:, 4:6], rows[:, 6:]
-    table = [num_blocks - 2, num_blocks - 1]
+    table = [num_pages - 2, num_pages - 1]
     out = torch.empty_like(q)
     for new in (slice(0, kv_len - 1), slice(kv_len - 1, kv_len)):
         metadata = build_attention_metadata([new.stop - new.start], [new.stop], [table], page_size, device)

@@ -39,7 +39,7 @@ class Limits:
     max_num_tokens: int  # the largest bucket of tokens
     max_model_len: int
     page_size: int
-    num_blocks: int
+    num_pages: int
     vocab_size: int
 
 
@@ -85,7 +85,7 @@ class ReplayHarness:
         self._reference_caches = [tensor for cache in reference_caches for _, tensor in cache.items()]
         for tensor in (*self._caches, *self._reference_caches):
             tensor.fill_(float("nan"))
-        self._free = torch.randperm(limits.num_blocks, generator=self.random).tolist()
+        self._free = torch.randperm(limits.num_pages, generator=self.random).tolist()
         self._uses: Counter[int] = Counter()  # by page: requests that read it
         self._requests: dict[int, _Request] = {}
         self._next = 0
@@ -221,7 +221,7 @@ class ReplayHarness:
                     _live(runner.metadata),
                     num_tokens=size,
                     num_seqs=size,
-                    num_blocks=self.limits.num_blocks,
+                    num_pages=self.limits.num_pages,
                     page_size=self.limits.page_size,
                 )
             except ValueError as error:

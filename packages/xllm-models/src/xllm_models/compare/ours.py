@@ -51,8 +51,8 @@ def _backend(model: CausalLM, num_tokens: int) -> AttentionBackend:
     """The oracle backend, bound to a cache of one sequence."""
     limits = {"max_num_seqs": 1, "max_num_tokens": num_tokens, "max_model_len": num_tokens}
     backend = create_backend("torch", model.attention_specs, device=model.device, dtype=model.dtype, **limits)
-    num_blocks = -(-num_tokens // PAGE_SIZE)
-    shapes = [(2, num_blocks, PAGE_SIZE, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    shapes = [(2, num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
     pages = [torch.zeros(shape, device=model.device, dtype=model.dtype) for shape in shapes]
     backend.bind_kv_caches([LayerCache.from_tensors(tuple(pair)) for pair in pages])
     return backend

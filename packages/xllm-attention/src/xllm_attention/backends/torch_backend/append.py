@@ -61,6 +61,6 @@ def plan_append(slot_mapping: torch.Tensor, page_size: int) -> AppendPlan:
 
 
 def append(plan: AppendPlan, values: torch.Tensor, cache: torch.Tensor) -> None:
-    """Writes `values` [>= T, K, D] into `cache` [num_blocks, page_size, K, D] in place; its strides are honoured."""
+    """Writes `values` [>= T, K, D] into `cache` [num_pages, page_size, K, D] in place; its strides are honoured."""
     chosen = torch.where(plan.any_live, values.index_select(0, plan.rows), cache[0, 0])
     cache.index_put_((plan.pages, plan.offsets), chosen)

@@ -18,7 +18,7 @@ class Append:
     def __call__(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Writes k, v [>= T, K, D] at slots [T] int32 of the caches [num_blocks, page_size, K, D].
+        """Writes k, v [>= T, K, D] at slots [T] int32 of the caches [num_pages, page_size, K, D].
 
         Slots below 0 are skipped.
         """

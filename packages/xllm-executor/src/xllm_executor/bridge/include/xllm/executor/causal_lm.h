@@ -16,7 +16,7 @@
 
 namespace xllm::executor {
 
-// What one layer needs of a paged KV cache: tensors k and v of [num_blocks, page_size, num_kv_heads, head_dim].
+// What one layer needs of a paged KV cache: tensors k and v of [num_pages, page_size, num_kv_heads, head_dim].
 struct CacheShape {
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
