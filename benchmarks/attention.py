@@ -22,7 +22,7 @@ from typing import Any
 import results as result_files
 import torch
 
-from xllm_attention import AttentionBackend, AttentionSpec, create_backend
+from xllm_attention import AttentionBackend, AttentionSpec, BackendLimits, create_backend
 from xllm_attention.backends.flashinfer_backend import plans
 from xllm_attention.conformance import reference_attention
 from xllm_metadata import LayerCache, build_attention_metadata
@@ -107,11 +107,13 @@ def candidate(
         backend = create_backend(
             name.split(",")[0],
             [SPEC] * NUM_LAYERS,
-            device="cuda",
-            dtype=DTYPE,
-            max_num_seqs=num_seqs,
-            max_num_tokens=num_tokens,
-            max_model_len=max_len,
+            BackendLimits(
+                device=torch.device("cuda"),
+                dtype=DTYPE,
+                max_num_seqs=num_seqs,
+                max_num_tokens=num_tokens,
+                max_model_len=max_len,
+            ),
         )
         backend.bind_kv_caches([caches[layer % len(caches)] for layer in range(NUM_LAYERS)])
         yield backend

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_attention import Attention, AttentionBackend, AttentionSpec, BackendCapabilities, Phase
+from xllm_attention import Attention, AttentionBackend, AttentionSpec, BackendCapabilities, BackendLimits, Phase
 from xllm_graph import DecodeGraphRunner, PiecewiseGraphRunner
 from xllm_metadata import AttentionMetadata, LayerCache, StaticAttentionMetadata, build_attention_metadata
 
@@ -91,9 +91,10 @@ def compute_logits(hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.
 
 @pytest.fixture
 def backend() -> AttentionBackend:
-    device = torch.device("cpu")
-    limits = {"max_num_seqs": 128, "max_num_tokens": 128, "max_model_len": 2048}
-    backend = NoAttention([SPEC] * NUM_LAYERS, device=device, dtype=torch.float32, **limits)
+    limits = BackendLimits(
+        device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=128, max_num_tokens=128, max_model_len=2048
+    )
+    backend = NoAttention([SPEC] * NUM_LAYERS, limits)
     cache = torch.zeros(1, 16, 1, 8)
     backend.bind_kv_caches([LayerCache(k=cache, v=cache)] * NUM_LAYERS)
     return backend

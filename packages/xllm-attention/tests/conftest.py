@@ -9,11 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from xllm_attention import AttentionBackend, AttentionSpec, create_backend
+from xllm_attention import AttentionBackend, AttentionSpec, BackendLimits, create_backend
 from xllm_attention.conformance import BackendFactory
 from xllm_metadata import LayerCache
 
 MakeBackend = Callable[..., AttentionBackend]
+LIMITS = BackendLimits(
+    device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=8, max_num_tokens=64, max_model_len=40
+)
 GPU_ASKED_FOR = os.environ.get("XLLM_GPU_TESTS") == "1"
 if not GPU_ASKED_FOR:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined, which no module has done yet
@@ -74,19 +77,9 @@ def make_backend(make_caches: Callable[..., list[LayerCache]]) -> MakeBackend:
         specs: Sequence[AttentionSpec],
         *,
         bind: bool = True,
-        max_num_seqs: int = 8,
-        max_num_tokens: int = 64,
-        max_model_len: int = 40,
+        limits: BackendLimits = LIMITS,
     ) -> AttentionBackend:
-        backend = create_backend(
-            "torch",
-            specs,
-            device="cpu",
-            dtype=torch.float32,
-            max_num_seqs=max_num_seqs,
-            max_num_tokens=max_num_tokens,
-            max_model_len=max_model_len,
-        )
+        backend = create_backend("torch", specs, limits)
         if bind:
             backend.bind_kv_caches(make_caches(specs))
         return backend

@@ -14,6 +14,7 @@ from xllm_attention import (
     AttentionBackend,
     AttentionSpec,
     BackendCapabilities,
+    BackendLimits,
     Phase,
     create_backend,
     forward_context,
@@ -23,7 +24,9 @@ from xllm_metadata import LayerCache, build_attention_metadata
 MakeBackend = Callable[..., AttentionBackend]
 MakeCaches = Callable[..., list[LayerCache]]
 
-LIMITS = {"max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 12}
+LIMITS = BackendLimits(
+    device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=4, max_num_tokens=16, max_model_len=12
+)
 DECODE = build_attention_metadata([1], [2], [[0]], 4)
 
 
@@ -47,6 +50,18 @@ def test_order_of_calls(make_backend: MakeBackend, make_caches: MakeCaches, spec
         backend.run(*_tensors(1, spec), 0)
 
 
+def test_the_page_size_is_known_once_caches_are_bound(
+    make_backend: MakeBackend, make_caches: MakeCaches, spec: AttentionSpec
+) -> None:
+    backend = make_backend([spec], bind=False)
+    with pytest.raises(RuntimeError, match="page_size was read before bind_kv_caches"):
+        _ = backend.page_size
+    backend.bind_kv_caches(make_caches([spec], page_size=4))
+    assert backend.page_size == 4
+    backend.bind_kv_caches(make_caches([spec], page_size=8))
+    assert backend.page_size == 8
+
+
 def test_a_failed_plan_leaves_no_plan(make_backend: MakeBackend, spec: AttentionSpec) -> None:
     backend = make_backend([spec])
     backend.plan(DECODE)
@@ -67,7 +82,7 @@ def test_a_failed_plan_leaves_no_plan(make_backend: MakeBackend, spec: Attention
 def test_limits(
     make_backend: MakeBackend, spec: AttentionSpec, q_lens: list[int], kv_lens: list[int], message: str
 ) -> None:
-    backend = make_backend([spec], **LIMITS)
+    backend = make_backend([spec], limits=LIMITS)
     with pytest.raises(ValueError, match=message):
         backend.plan(build_attention_metadata(q_lens, kv_lens, [[0, 1, 2, 3]] * len(q_lens), 4))
     backend.plan(build_attention_metadata([1] * 3 + [12], [12] * 4, [[0, 1, 2]] * 4, 4))
@@ -115,15 +130,21 @@ def test_phase_that_cannot_be_captured(make_backend: MakeBackend, spec: Attentio
         backend.plan(build_attention_metadata([3], [3], [[0]], 4), graph=True)
 
 
-@pytest.mark.parametrize("limit", list(LIMITS))
-def test_limit_below_one(spec: AttentionSpec, limit: str) -> None:
+@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_tokens", "max_model_len"])
+def test_limit_below_one(limit: str) -> None:
+    changed: dict[str, Any] = {limit: 0}
     with pytest.raises(ValueError, match=f"{limit} is 0; it must be at least 1"):
-        create_backend("torch", [spec], device="cpu", dtype=torch.float32, **{**LIMITS, limit: 0})
+        replace(LIMITS, **changed)
+
+
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 48), (4, 12), (5, 12), (16, 4)])
+def test_most_pages_of_a_step(page_size: int, num_pages: int) -> None:
+    assert LIMITS.max_num_pages(page_size) == num_pages
 
 
 def test_no_layer() -> None:
     with pytest.raises(ValueError, match="specs is empty"):
-        create_backend("torch", [], device="cpu", dtype=torch.float32, **LIMITS)
+        create_backend("torch", [], LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +161,12 @@ def test_no_layer() -> None:
     ],
 )
 def test_capabilities(spec: AttentionSpec, capabilities: BackendCapabilities, refusal: str | None) -> None:
-    assert capabilities.refusal(spec, device=torch.device("cpu"), dtype=torch.float32) == refusal
+    assert capabilities.refusal(spec, LIMITS) == refusal
 
 
 def test_unserved_dtype(spec: AttentionSpec) -> None:
     with pytest.raises(ValueError, match=r"'torch' cannot serve layer 0: dtype torch.int8"):
-        create_backend("torch", [spec], device="cpu", dtype=torch.int8, **LIMITS)
+        create_backend("torch", [spec], replace(LIMITS, dtype=torch.int8))
 
 
 def test_phase_of() -> None:

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_attention import AttentionSpec, Phase, create_backend
+from xllm_attention import AttentionSpec, BackendLimits, Phase, create_backend
 from xllm_attention.choice import automatic, parse_choice, preferences
 from xllm_attention.conformance import CASES, run_case
 from xllm_attention.phased import PhasedBackend
 from xllm_metadata import build_attention_metadata
 
-LIMITS = {"device": "cpu", "dtype": torch.float32, "max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 12}
+LIMITS = BackendLimits(
+    device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=4, max_num_tokens=16, max_model_len=12
+)
 STEPS = {
     Phase.DECODE: build_attention_metadata([1, 1], [3, 1], [[0], [1]], 4),
     Phase.PREFILL: build_attention_metadata([3, 2], [3, 2], [[0], [1]], 4),
@@ -47,12 +49,12 @@ def test_a_phase_that_is_not_named() -> None:
 )
 def test_a_choice_that_means_nothing(spec: AttentionSpec, choice: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        create_backend(choice, [spec], **LIMITS)
+        create_backend(choice, [spec], LIMITS)
 
 
 def test_an_unknown_name_in_a_choice(spec: AttentionSpec) -> None:
     with pytest.raises(ValueError, match=r"no attention backend 'nonesuch'; available are \['torch', 'triton'\]"):
-        create_backend("decode=nonesuch", [spec], **LIMITS)
+        create_backend("decode=nonesuch", [spec], LIMITS)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -73,15 +75,15 @@ def test_auto_takes_the_first_that_serves_the_model() -> None:
 
 
 def test_auto_on_a_cpu_is_torch(spec: AttentionSpec) -> None:
-    assert create_backend("auto", [spec], **LIMITS).name == "torch"
-    assert create_backend("decode=torch", [spec], **LIMITS).name == "torch"
+    assert create_backend("auto", [spec], LIMITS).name == "torch"
+    assert create_backend("decode=torch", [spec], LIMITS).name == "torch"
 
 
 @pytest.fixture
 def phased(spec: AttentionSpec, make_caches: Callable[..., Any]) -> PhasedBackend:
     """Decode by one backend, the rest by another; head dim 16, which the interpreted kernels serve."""
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-    backend = create_backend("decode=triton,prefill=torch", [spec, spec], **LIMITS)
+    backend = create_backend("decode=triton,prefill=torch", [spec, spec], LIMITS)
     assert isinstance(backend, PhasedBackend)
     backend.bind_kv_caches(make_caches([spec, spec]))
     return backend
@@ -120,7 +122,7 @@ def test_a_choice_with_an_out_of_tree_backend(tmp_path: Path, monkeypatch: pytes
     """The example package of an out-of-tree backend lies in tests/example_backend."""
     monkeypatch.syspath_prepend(Path(__file__).parent / "example_backend")
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-    backend = create_backend("decode=example,prefill=torch", [spec], **LIMITS)
+    backend = create_backend("decode=example,prefill=torch", [spec], LIMITS)
     assert isinstance(backend, PhasedBackend)
     assert set(backend.backends) == {"example", "torch"}
     for name in ("prefill", "graph-decode"):

@@ -27,7 +27,6 @@ class PlainBackend(AttentionBackend):
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         self.caches = caches
-        self.page_size = page_size
 
     def _plan_step(self, step: Step) -> None:
         if self.fault == "plans only once" and self.planned:

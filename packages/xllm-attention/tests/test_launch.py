@@ -87,14 +87,15 @@ assert loaded == ["worklist_kernel"], loaded
 
 
 CAPTURED = """
-from xllm_attention import AttentionSpec
+from xllm_attention import AttentionSpec, BackendLimits
 from xllm_attention.backends.triton_backend import backend as module
 from xllm_metadata import LayerCache, build_attention_metadata
 
 module.INTERPRETED = True  # else it refuses a CPU
 spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-backend = module.TritonBackend([spec, spec], device=torch.device("cpu"), dtype=torch.float16, max_num_seqs=4,
-                               max_num_tokens=16, max_model_len=64)
+limits = BackendLimits(device=torch.device("cpu"), dtype=torch.float16, max_num_seqs=4, max_num_tokens=16,
+                       max_model_len=64)
+backend = module.TritonBackend([spec, spec], limits)
 backend._can_overlap = True
 backend.bind_kv_caches([LayerCache.from_tensors(tuple(torch.zeros(2, 32, 4, 2, 16, dtype=torch.float16)))] * 2)
 q, k = torch.zeros(2, 4, 16, dtype=torch.float16), torch.zeros(2, 2, 16, dtype=torch.float16)

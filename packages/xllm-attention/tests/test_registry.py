@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from xllm_attention import AttentionSpec, available_backends, create_backend, unavailable_backends
+from xllm_attention import AttentionSpec, BackendLimits, available_backends, create_backend, unavailable_backends
 
-LIMITS = {"max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 12}
+LIMITS = BackendLimits(
+    device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=4, max_num_tokens=16, max_model_len=12
+)
 
 BACKEND_SOURCE = '''
 from xllm_attention.backends.torch_backend import TorchBackend
@@ -51,13 +53,13 @@ def test_built_in() -> None:
 
 def test_unknown_name(spec: AttentionSpec) -> None:
     with pytest.raises(ValueError, match=r"no attention backend 'nonesuch'; available are \['torch', 'triton'\]"):
-        create_backend("nonesuch", [spec], device="cpu", dtype=torch.float32, **LIMITS)
+        create_backend("nonesuch", [spec], LIMITS)
 
 
 def test_out_of_tree_backend(install: Path, spec: AttentionSpec) -> None:
     _declare(install, "outside = outside_attention:Outside")
     assert available_backends() == ("outside", "torch", "triton")
-    backend = create_backend("outside", [spec], device="cpu", dtype=torch.float32, **LIMITS)
+    backend = create_backend("outside", [spec], LIMITS)
     assert backend.name == "outside"
 
 
@@ -71,7 +73,7 @@ def test_unavailable_backends_say_why(install: Path, spec: AttentionSpec) -> Non
     reasons = unavailable_backends()
     assert set(reasons) - {"flashinfer"} == {"missing", "renamed", "odd"}
     with pytest.raises(ValueError, match="no attention backend 'missing'; available are") as error:
-        create_backend("missing", [spec], device="cpu", dtype=torch.float32, **LIMITS)
+        create_backend("missing", [spec], LIMITS)
     for name, reason in reasons.items():
         assert f"{name!r} is not: {reason}" in str(error.value)
     assert "No module named 'no_such_module_anywhere'" in reasons["missing"]
@@ -89,15 +91,15 @@ def test_a_library_that_refuses_to_load_says_why(
     _declare(install, f"refusing = {module}:Backend")
     reason = f"{module}:Backend cannot be loaded: cubin version 1 does not match 2"
     assert unavailable_backends()["refusing"] == reason
-    assert create_backend("torch", [spec], device="cpu", dtype=torch.float32, **LIMITS).name == "torch"
+    assert create_backend("torch", [spec], LIMITS).name == "torch"
     with pytest.raises(ValueError, match=f"'refusing' is not: {reason}"):
-        create_backend("refusing", [spec], device="cpu", dtype=torch.float32, **LIMITS)
+        create_backend("refusing", [spec], LIMITS)
 
 
 def test_a_name_declared_twice(install: Path, spec: AttentionSpec) -> None:
     _declare(install, "torch = outside_attention:Outside")
     with pytest.raises(ValueError, match=r"'torch' is declared twice.*outside_attention:Outside"):
-        create_backend("torch", [spec], device="cpu", dtype=torch.float32, **LIMITS)
+        create_backend("torch", [spec], LIMITS)
 
 
 def test_importing_loads_no_backend() -> None:

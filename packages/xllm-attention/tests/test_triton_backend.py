@@ -14,14 +14,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from xllm_attention import AttentionSpec, create_backend
+from xllm_attention import AttentionSpec, BackendLimits, create_backend
 from xllm_attention.backends.triton_backend.launch import Launcher
 from xllm_attention.conformance import CASES, BackendFactory, Case, check_large_cache, run_case
 from xllm_attention.conformance.strategies import cases
 from xllm_metadata import LayerCache, StaticAttentionMetadata, build_attention_metadata
 
 FACTORY: BackendFactory = partial(create_backend, "triton")
-LIMITS = {"max_num_seqs": 8, "max_num_tokens": 64, "max_model_len": 64}
+LIMITS = BackendLimits(
+    device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=8, max_num_tokens=64, max_model_len=64
+)
 
 # The interpreter takes a second where a GPU takes microseconds: one case of every kind here, the whole table on a GPU.
 TABLE = """
@@ -81,16 +83,18 @@ def test_offsets_beyond_int32() -> None:
 def test_what_it_refuses(dtype: torch.dtype, head_dim: int, message: str) -> None:
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=head_dim, scale=1.0)
     with pytest.raises(ValueError, match=message):
-        create_backend("triton", [spec], device="cpu", dtype=dtype, **LIMITS)
+        create_backend("triton", [spec], replace(LIMITS, dtype=dtype))
 
 
 def test_a_cpu_without_the_interpreter() -> None:
-    code = f"""
+    code = """
 import torch
-from xllm_attention import AttentionSpec, create_backend
+from xllm_attention import AttentionSpec, BackendLimits, create_backend
 spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=64, scale=1.0)
+limits = BackendLimits(device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=1, max_num_tokens=1,
+                       max_model_len=1)
 try:
-    create_backend("triton", [spec], device="cpu", dtype=torch.float32, **{LIMITS!r})
+    create_backend("triton", [spec], limits)
 except ValueError as error:
     assert "set TRITON_INTERPRET=1" in str(error), error
 else:
@@ -125,7 +129,7 @@ def test_launches_depend_on_the_bucket_and_not_on_the_lengths(monkeypatch: pytes
     monkeypatch.setattr(Launcher, "bound", bound)
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
     specs = [spec, replace(spec, sliding_window=5)]
-    backend = create_backend("triton", specs, device="cpu", dtype=torch.float32, **LIMITS)
+    backend = create_backend("triton", specs, LIMITS)
     backend.bind_kv_caches([LayerCache.from_tensors(tuple(torch.randn(2, 32, 4, 2, 16))) for _ in specs])
     static = StaticAttentionMetadata(max_num_tokens=4, max_num_seqs=4, max_num_pages=32, device="cpu")
     tables = [list(range(8 * seq, 8 * seq + 8)) for seq in range(4)]
@@ -144,9 +148,7 @@ def test_launches_depend_on_the_bucket_and_not_on_the_lengths(monkeypatch: pytes
 def test_padding_changes_no_bit() -> None:
     """Sums are taken in the same order whatever a step is padded to: eager steps and graphs agree to the bit."""
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-    backend = create_backend(
-        "triton", [spec], device="cpu", dtype=torch.float32, max_num_seqs=16, max_num_tokens=16, max_model_len=64
-    )
+    backend = create_backend("triton", [spec], replace(LIMITS, max_num_seqs=16))
     backend.bind_kv_caches([LayerCache.from_tensors(tuple(torch.randn(2, 32, 4, 2, 16)))])
     static = StaticAttentionMetadata(max_num_tokens=16, max_num_seqs=16, max_num_pages=64, device="cpu")
     live = build_attention_metadata([1] * 3, [61, 40, 33], [list(range(8 * seq, 8 * seq + 16)) for seq in range(3)], 4)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_attention import create_backend, forward_context
+from xllm_attention import BackendLimits, create_backend, forward_context
 from xllm_executor import ExecutorConfig, ModelExecutor
 from xllm_metadata import LayerCache, build_attention_metadata
 from xllm_models import CausalLM
@@ -34,11 +34,9 @@ def direct(model: CausalLM, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     backend = create_backend(
         "torch",
         model.attention_specs,
-        device="cpu",
-        dtype=torch.float32,
-        max_num_seqs=8,
-        max_num_tokens=16,
-        max_model_len=64,
+        BackendLimits(
+            device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=8, max_num_tokens=16, max_model_len=64
+        ),
     )
     backend.bind_kv_caches([LayerCache(k=k, v=v) for k, v in caches])
     backend.plan(STEP)

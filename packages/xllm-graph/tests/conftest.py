@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from xllm_attention import Attention, AttentionBackend, AttentionSpec, create_backend
+from xllm_attention import Attention, AttentionBackend, AttentionSpec, BackendLimits, create_backend
 from xllm_graph import (
     DecodeGraphRunner,
     EagerRunner,
@@ -100,11 +100,13 @@ def make_backend(
     backend = create_backend(
         "torch",
         specs,
-        device=device,
-        dtype=torch.float32,
-        max_num_seqs=sequence_buckets(limits.max_num_seqs)[-1],
-        max_num_tokens=token_buckets(limits.max_num_tokens)[-1],
-        max_model_len=limits.max_model_len,
+        BackendLimits(
+            device=torch.device(device),
+            dtype=torch.float32,
+            max_num_seqs=sequence_buckets(limits.max_num_seqs)[-1],
+            max_num_tokens=token_buckets(limits.max_num_tokens)[-1],
+            max_model_len=limits.max_model_len,
+        ),
     )
     shapes = [(limits.num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
     with torch.inference_mode(False):  # the host's memory, whatever the mode of a test

@@ -108,7 +108,7 @@ def test_steps_of_one_token_at_most(make_setup: MakeSetup, max_num_tokens: int, 
 def test_release_drops_what_was_compiled(make_setup: MakeSetup) -> None:
     """The compiler keeps its own references as long as the process lives: they must not lead to model and caches."""
     setup = make_setup(warm=False)
-    model = type(setup.model)().to(setup.backend.device)
+    model = type(setup.model)().to(setup.backend.limits.device)
     runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler="eager", page_size=4)
     runner.warmup()
     runner.release()

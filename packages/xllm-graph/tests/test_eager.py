@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_attention import AttentionBackend, AttentionSpec, create_backend, current_backend
+from xllm_attention import AttentionBackend, AttentionSpec, BackendLimits, create_backend, current_backend
 from xllm_graph import EagerReason, EagerRunner, StepStats
 from xllm_metadata import LayerCache, build_attention_metadata
 
@@ -20,9 +20,10 @@ TOKENS = torch.tensor([4, 5, 6], dtype=torch.int32)
 @pytest.fixture
 def backend() -> AttentionBackend:
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
-    backend = create_backend(
-        "torch", [spec], device="cpu", dtype=torch.float32, max_num_seqs=4, max_num_tokens=8, max_model_len=16
+    limits = BackendLimits(
+        device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=4, max_num_tokens=8, max_model_len=16
     )
+    backend = create_backend("torch", [spec], limits)
     backend.bind_kv_caches([LayerCache(k=torch.zeros(4, 4, 1, 8), v=torch.zeros(4, 4, 1, 8))])
     return backend
 

@@ -95,7 +95,7 @@ def test_a_baked_in_branch(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatc
 def test_a_reallocated_input_buffer(make_setup: MakeSetup) -> None:
     setup = make_setup()
     for runner in (setup.decode, setup.piecewise):
-        runner._inputs = TokenInputs(runner.buckets[-1], setup.backend.device)
+        runner._inputs = TokenInputs(runner.buckets[-1], setup.backend.limits.device)
     caught(setup, "shrinking_batches", "chunk_sizes")
 
 

@@ -70,7 +70,7 @@ def test_decode_of_all_sequences_runs_before_each_piecewise_capture(
 
     monkeypatch.setattr(type(setup.backend), "_plan_step", watched)
     setup.piecewise.warmup()
-    expected = [min(size, setup.backend.max_num_seqs) for size in reversed(setup.piecewise.buckets)]
+    expected = [min(size, setup.backend.limits.max_num_seqs) for size in reversed(setup.piecewise.buckets)]
     assert planned[: len(expected)] == expected
 
 
@@ -93,7 +93,7 @@ def test_work_in_another_thread_goes_on_during_a_capture(make_setup: MakeSetup) 
     results: list[object] = []
 
     def work() -> None:
-        x = torch.ones(64, device=setup.backend.device)
+        x = torch.ones(64, device=setup.backend.limits.device)
         while not stop.is_set():
             results.append((x * 2).sum().item())
             results.append(x.tolist()[0])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from xllm_attention import create_backend, forward_context
+from xllm_attention import BackendLimits, create_backend, forward_context
 from xllm_metadata import LayerCache, build_attention_metadata
 from xllm_models import CausalLM
 
@@ -45,11 +45,13 @@ class PagedSession:
         self.backend = create_backend(
             "torch",
             model.attention_specs,
-            device=model.device,
-            dtype=model.dtype,
-            max_num_seqs=num_sequences,
-            max_num_tokens=num_sequences * max_len,
-            max_model_len=max_len,
+            BackendLimits(
+                device=model.device,
+                dtype=model.dtype,
+                max_num_seqs=num_sequences,
+                max_num_tokens=num_sequences * max_len,
+                max_model_len=max_len,
+            ),
         )
         shapes = [(num_pages, page_size, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
         like = {"dtype": model.dtype, "device": model.device}

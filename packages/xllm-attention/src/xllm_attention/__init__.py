@@ -7,6 +7,7 @@ paged KV cache. Knows nothing of models, graphs or scheduling. Importing it touc
 from .backend import AttentionBackend, BackendCapabilities, Phase, Step
 from .context import current_backend, forward_context
 from .layer import Attention
+from .limits import BackendLimits
 from .registry import available_backends, create_backend, unavailable_backends
 from .spec import AttentionSpec
 
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionSpec",
     "BackendCapabilities",
+    "BackendLimits",
     "Phase",
     "Step",
     "available_backends",

@@ -17,6 +17,7 @@ import torch
 from xllm_metadata import AttentionMetadata, LayerCache
 
 from .binding import check_caches
+from .limits import BackendLimits
 from .spec import AttentionSpec
 
 
@@ -51,13 +52,13 @@ class BackendCapabilities:
     group_sizes: frozenset[int] | None = None
     device_types: frozenset[str] | None = None
 
-    def refusal(self, spec: AttentionSpec, *, device: torch.device, dtype: torch.dtype) -> str | None:
+    def refusal(self, spec: AttentionSpec, limits: BackendLimits) -> str | None:
         """Why the combination cannot be served, as `thing value; served are ...`; None when it can."""
         for thing, value, served in (
-            ("dtype", dtype, self.dtypes),
+            ("dtype", limits.dtype, self.dtypes),
             ("head_dim", spec.head_dim, self.head_dims),
             ("group size", spec.group_size, self.group_sizes),
-            ("device", device.type, self.device_types),
+            ("device", limits.device.type, self.device_types),
         ):
             if served is not None and value not in served:
                 listed = sorted(served, key=lambda one: (one if isinstance(one, int) else 0, str(one)))
@@ -83,58 +84,45 @@ class AttentionBackend(ABC):
 
     Args:
         specs: one per layer; the index is the layer_id.
-        device: where caches, queries and device metadata lie.
-        dtype: of queries and caches.
-        max_num_seqs: sequences a step at most, padding included.
-        max_num_tokens: tokens a step at most, padding included.
-        max_model_len: KV length of a sequence at most.
+        limits: device, dtype and the largest step.
 
     Raises:
-        ValueError: no layer, a limit below 1, or a spec that the backend cannot serve.
+        ValueError: no layer, or a spec, device or dtype that the backend cannot serve.
     """
 
     name: str
     capabilities: BackendCapabilities
 
-    def __init__(
-        self,
-        specs: Sequence[AttentionSpec],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec], limits: BackendLimits) -> None:
         if not specs:
             raise ValueError("specs is empty; a backend needs at least one layer")
-        for limit, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_tokens", max_num_tokens),
-            ("max_model_len", max_model_len),
-        ):
-            if value < 1:
-                raise ValueError(f"{limit} is {value}; it must be at least 1")
         self.specs = tuple(specs)
-        self.device = device
-        self.dtype = dtype
-        self.max_num_seqs = max_num_seqs
-        self.max_num_tokens = max_num_tokens
-        self.max_model_len = max_model_len
+        self.limits = limits
         layers_of: dict[AttentionSpec, list[int]] = {}
         for layer_id, spec in enumerate(self.specs):
             layers_of.setdefault(spec, []).append(layer_id)
         for spec, layers in layers_of.items():
-            if refusal := self.capabilities.refusal(spec, device=device, dtype=dtype):
+            if refusal := self.capabilities.refusal(spec, limits):
                 raise ValueError(f"attention backend {self.name!r} cannot serve layer {layers[0]}: {refusal}")
         self.group_specs = tuple(layers_of)
         self.groups = tuple(tuple(layers) for layers in layers_of.values())
         group_of = {layer_id: group for group, layers in enumerate(self.groups) for layer_id in layers}
         self.group_of_layer = tuple(group_of[layer_id] for layer_id in range(len(self.specs)))
         self._plan_counts = [0] * len(self.groups)
-        self._bound = False
+        self._page_size: int | None = None  # of the bound caches
         self._num_tokens: int | None = None  # of the planned step
         self._layout: Hashable = None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of the bound caches.
+
+        Raises:
+            RuntimeError: no cache is bound.
+        """
+        if self._page_size is None:
+            raise RuntimeError("page_size was read before bind_kv_caches")
+        return self._page_size
 
     @property
     def plan_counts(self) -> tuple[int, ...]:
@@ -166,10 +154,10 @@ class AttentionBackend(ABC):
         Raises:
             ValueError: wrong number, rank, shape, dtype, device or strides, or unequal page sizes or num_pages.
         """
-        page_size = check_caches(caches, self.specs, device=self.device, dtype=self.dtype)
-        self._num_tokens = None
+        page_size = check_caches(caches, self.specs, self.limits)
+        self._num_tokens = self._page_size = None
         self._bind([(cache.k, cache.v) for cache in caches if cache.k is not None and cache.v is not None], page_size)
-        self._bound = True
+        self._page_size = page_size
 
     @final
     def plan(self, metadata: AttentionMetadata, *, graph: bool = False) -> None:
@@ -184,7 +172,7 @@ class AttentionBackend(ABC):
             RuntimeError: no cache is bound.
             ValueError: a step beyond the limits, contradictory metadata, or a phase that cannot be captured.
         """
-        if not self._bound:
+        if self._page_size is None:
             raise RuntimeError("plan was called before bind_kv_caches")
         self._num_tokens = None  # a step whose plan fails must not run on the previous one's
         self.plan_checked(self._step(metadata, graph))
@@ -239,15 +227,15 @@ class AttentionBackend(ABC):
         """`run` after its checks."""
 
     def _step(self, metadata: AttentionMetadata, graph: bool) -> Step:
-        phase = Phase.of(metadata)
+        phase, limits = Phase.of(metadata), self.limits
         num_tokens = metadata.slot_mapping.shape[0]
         num_seqs = metadata.kv_seq_lens_host.shape[0] - 1
-        if num_seqs > self.max_num_seqs:
-            raise ValueError(f"number of sequences {num_seqs} exceeds max_num_seqs {self.max_num_seqs}")
-        if num_tokens > self.max_num_tokens:
-            raise ValueError(f"number of tokens {num_tokens} exceeds max_num_tokens {self.max_num_tokens}")
-        if metadata.max_seq_len > self.max_model_len:
-            raise ValueError(f"max_seq_len {metadata.max_seq_len} exceeds max_model_len {self.max_model_len}")
+        if num_seqs > limits.max_num_seqs:
+            raise ValueError(f"number of sequences {num_seqs} exceeds max_num_seqs {limits.max_num_seqs}")
+        if num_tokens > limits.max_num_tokens:
+            raise ValueError(f"number of tokens {num_tokens} exceeds max_num_tokens {limits.max_num_tokens}")
+        if metadata.max_seq_len > limits.max_model_len:
+            raise ValueError(f"max_seq_len {metadata.max_seq_len} exceeds max_model_len {limits.max_model_len}")
         if phase is Phase.DECODE and num_tokens != num_seqs:
             raise ValueError(f"a decode step has one token a sequence: {num_tokens} tokens, {num_seqs} sequences")
         if phase is not Phase.DECODE and (metadata.qo_indptr is None or metadata.qo_indptr_host is None):

@@ -8,12 +8,11 @@ import torch
 
 from xllm_metadata import LayerCache
 
+from .limits import BackendLimits
 from .spec import AttentionSpec
 
 
-def check_caches(
-    caches: Sequence[LayerCache], specs: Sequence[AttentionSpec], *, device: torch.device, dtype: torch.dtype
-) -> int:
+def check_caches(caches: Sequence[LayerCache], specs: Sequence[AttentionSpec], limits: BackendLimits) -> int:
     """Checks that the caches fit the layers, and returns their common page size.
 
     Raises:
@@ -29,7 +28,7 @@ def check_caches(
             name = f"{slot} cache of layer {layer_id}"
             if tensor is None:
                 raise ValueError(f"{name} is None")
-            _check_tensor(name, tensor, spec, device, dtype)
+            _check_tensor(name, tensor, spec, limits)
             num_pages.setdefault(tensor.shape[0], layer_id)
             page_sizes.setdefault(tensor.shape[1], layer_id)
         if cache.k is not None and cache.v is not None and cache.k.shape != cache.v.shape:
@@ -44,9 +43,8 @@ def check_caches(
     return next(iter(page_sizes))
 
 
-def _check_tensor(
-    name: str, tensor: torch.Tensor, spec: AttentionSpec, device: torch.device, dtype: torch.dtype
-) -> None:
+def _check_tensor(name: str, tensor: torch.Tensor, spec: AttentionSpec, limits: BackendLimits) -> None:
+    device, dtype = limits.device, limits.dtype
     if tensor.dim() != 4:
         raise ValueError(
             f"{name} has {tensor.dim()} dimensions; it must have 4: [num_pages, page_size, num_kv_heads, head_dim]"

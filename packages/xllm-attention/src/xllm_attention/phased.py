@@ -9,6 +9,7 @@ import torch
 from xllm_metadata import LayerCache
 
 from .backend import AttentionBackend, BackendCapabilities, Phase, Step
+from .limits import BackendLimits
 from .spec import AttentionSpec
 
 Choose = Callable[[Phase, int], str]
@@ -20,9 +21,9 @@ class PhasedBackend(AttentionBackend):
 
     Args:
         name: what it is called.
-        backends: the backends by name; all made with the limits that follow.
+        backends: the backends by name; all made for these specs and limits.
         choose: which of them serves a step.
-        specs, device, dtype, max_num_seqs, max_num_tokens, max_model_len: as `AttentionBackend`.
+        specs, limits: as `AttentionBackend`.
     """
 
     def __init__(
@@ -31,29 +32,17 @@ class PhasedBackend(AttentionBackend):
         backends: Mapping[str, AttentionBackend],
         choose: Choose,
         specs: Sequence[AttentionSpec],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
+        limits: BackendLimits,
     ) -> None:
         self.name = name
         self.backends = dict(backends)
         self.choose = choose
         self.capabilities = BackendCapabilities(
             full_graph_phases=frozenset(
-                phase for phase in Phase if all(phase in self._of(phase, n) for n in range(1, max_num_seqs + 1))
+                phase for phase in Phase if all(phase in self._of(phase, n) for n in range(1, limits.max_num_seqs + 1))
             )
         )
-        super().__init__(
-            specs,
-            device=device,
-            dtype=dtype,
-            max_num_seqs=max_num_seqs,
-            max_num_tokens=max_num_tokens,
-            max_model_len=max_model_len,
-        )
+        super().__init__(specs, limits)
 
     @property
     def plan_layout(self) -> Hashable:

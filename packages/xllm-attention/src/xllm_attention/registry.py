@@ -14,6 +14,7 @@ import torch
 
 from .backend import AttentionBackend, Phase
 from .choice import AUTO, automatic, parse_choice, preferences
+from .limits import BackendLimits
 from .phased import PhasedBackend
 from .spec import AttentionSpec
 
@@ -29,12 +30,7 @@ _BUILT_IN = (
 def create_backend(
     name: str | Mapping[str, str],
     specs: Sequence[AttentionSpec],
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    max_num_seqs: int,
-    max_num_tokens: int,
-    max_model_len: int,
+    limits: BackendLimits,
 ) -> AttentionBackend:
     """Makes the backend for a model's layers; the page size comes later, from `bind_kv_caches`.
 
@@ -42,43 +38,31 @@ def create_backend(
         name: one of `available_backends()`; or `"auto"`, the best for each step by a measured table; or a choice per
             phase, as `"decode=triton,prefill=flashinfer"` or a mapping (see `xllm_attention.choice.parse_choice`).
         specs: one per layer; the index is the layer_id.
-        device: where caches, queries and device metadata lie.
-        dtype: of queries and caches.
-        max_num_seqs: sequences a step at most, padding rows of a graph bucket included.
-        max_num_tokens: tokens a step at most, padding included.
-        max_model_len: KV length of a sequence at most.
+        limits: device, dtype and the largest step.
 
     Raises:
-        ValueError: an unknown or unavailable name (lists what is available and why the others are not), a spec that
-            the backend cannot serve, or a limit below 1.
+        ValueError: an unknown or unavailable name (lists what is available and why the others are not), or a spec that
+            the backend cannot serve.
     """
-    device = torch.device(device)
-    limits: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "max_num_seqs": max_num_seqs,
-        "max_num_tokens": max_num_tokens,
-        "max_model_len": max_model_len,
-    }
     chosen = parse_choice(name)
     if isinstance(chosen, str) and chosen != AUTO:
-        return _load(chosen)(specs, **limits)
+        return _load(chosen)(specs, limits)
     wanted = dict.fromkeys(Phase, AUTO) if isinstance(chosen, str) else chosen
     for other in wanted.values():
         if other != AUTO:
             _load(other)
-    refusals = {other: _refusal(other, specs, device, dtype) for other in _automatic_names(device, max_num_seqs)}
-    rule = automatic(device.type, refusals)
+    refusals = {other: _refusal(other, specs, limits) for other in _automatic_names(limits.device, limits.max_num_seqs)}
+    rule = automatic(limits.device.type, refusals)
 
     def choose(phase: Phase, num_seqs: int) -> str:
         return rule(phase, num_seqs) if wanted[phase] == AUTO else wanted[phase]
 
-    used = dict.fromkeys(choose(phase, n) for phase in Phase for n in range(1, max(1, max_num_seqs) + 1))
-    backends = {other: _load(other)(specs, **limits) for other in used}
+    used = dict.fromkeys(choose(phase, n) for phase in Phase for n in range(1, limits.max_num_seqs + 1))
+    backends = {other: _load(other)(specs, limits) for other in used}
     if len(backends) == 1:
         return next(iter(backends.values()))
     label = name if isinstance(name, str) else ",".join(f"{phase}={other}" for phase, other in name.items())
-    return PhasedBackend(label, backends, choose, specs, **limits)
+    return PhasedBackend(label, backends, choose, specs, limits)
 
 
 def available_backends() -> tuple[str, ...]:
@@ -99,12 +83,12 @@ def _automatic_names(device: torch.device, max_num_seqs: int) -> list[str]:
     return list(names)
 
 
-def _refusal(name: str, specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype) -> str | None:
+def _refusal(name: str, specs: Sequence[AttentionSpec], limits: BackendLimits) -> str | None:
     """Why a backend cannot serve these layers here; None when it can."""
     loaded = _load_point(_declared()[name])
     if isinstance(loaded, str):
         return loaded
-    reasons = (loaded.capabilities.refusal(spec, device=device, dtype=dtype) for spec in specs)
+    reasons = (loaded.capabilities.refusal(spec, limits) for spec in specs)
     return next((reason for reason in reasons if reason), None)
 
 

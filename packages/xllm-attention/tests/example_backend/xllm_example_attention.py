@@ -21,7 +21,6 @@ class ExampleBackend(AttentionBackend):
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         self._caches = caches
-        self._page_size = page_size
 
     def _plan_step(self, step: Step) -> None:
         metadata = step.metadata
@@ -40,7 +39,7 @@ class ExampleBackend(AttentionBackend):
         for cache, values in zip(self._caches[layer_id], (k, v), strict=True):
             for row, slot in enumerate(self._slots):
                 if slot >= 0:
-                    cache[slot // self._page_size, slot % self._page_size] = values[row]
+                    cache[slot // self.page_size, slot % self.page_size] = values[row]
         out.zero_()
         for (first, end), kv_len, table in zip(pairwise(self._rows), self._kv_lens, self._tables, strict=True):
             keys, values = (cache[table].flatten(0, 1).double() for cache in self._caches[layer_id])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from xllm_attention import AttentionBackend, AttentionSpec, create_backend
+from xllm_attention import AttentionBackend, AttentionSpec, BackendLimits, create_backend
 from xllm_attention.backends.triton_backend import TritonBackend
 from xllm_metadata import LayerCache, StaticAttentionMetadata, build_attention_metadata
 
@@ -20,20 +21,15 @@ BUCKET, PAGE_SIZE, MAX_LEN = 8, 16, 8192
 NUM_PAGES = BUCKET * MAX_LEN // PAGE_SIZE
 TABLES = [list(range(seq, NUM_PAGES, BUCKET)) for seq in range(BUCKET)]
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=128, scale=128**-0.5)
+LIMITS = BackendLimits(
+    device=torch.device("cuda"), dtype=torch.bfloat16, max_num_seqs=BUCKET, max_num_tokens=512, max_model_len=MAX_LEN
+)
 BACKENDS = ("triton", "flashinfer", "auto", "decode=triton,prefill=flashinfer")
 LENGTHS = ([1], [8000, 5, 17, 4096, 1, 333, 64, 65], [2, 7999, 3], [], [16, 16, 16, 16, 15, 17, 1, 8191])
 
 
 def _backend(name: str, caches: Sequence[LayerCache], specs: Sequence[AttentionSpec] = (SPEC,)) -> AttentionBackend:
-    backend = create_backend(
-        name,
-        specs,
-        device="cuda",
-        dtype=torch.bfloat16,
-        max_num_seqs=BUCKET,
-        max_num_tokens=512,
-        max_model_len=MAX_LEN,
-    )
+    backend = create_backend(name, specs, LIMITS)
     backend.bind_kv_caches(caches)
     return backend
 
@@ -255,9 +251,8 @@ def test_one_plan_a_group_a_step_over_28_layers(name: str) -> None:
 )
 def test_flashinfer_refuses_before_the_first_step(dtype: torch.dtype, head_dim: int, message: str) -> None:
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=1.0)
-    limits = {"max_num_seqs": 1, "max_num_tokens": 16, "max_model_len": 16}
     with pytest.raises(ValueError, match=message):
-        create_backend("flashinfer", [spec], device="cuda", dtype=dtype, **limits)
+        create_backend("flashinfer", [spec], replace(LIMITS, dtype=dtype))
 
 
 def test_flashinfer_refuses_caches_of_unequal_strides() -> None:

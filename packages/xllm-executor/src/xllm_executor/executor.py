@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from tqdm import tqdm
 
-from xllm_attention import create_backend
+from xllm_attention import BackendLimits, create_backend
 from xllm_graph import GraphPass, RunnerSet
 from xllm_metadata import (
     AttentionMetadata,
@@ -72,11 +72,13 @@ class ModelExecutor:
         self._backend = create_backend(
             config.attention_backend,
             model.attention_specs,
-            device=model.device,
-            dtype=model.dtype,
-            max_num_seqs=self._sizes.max_num_seqs,
-            max_num_tokens=self._sizes.max_num_tokens,
-            max_model_len=self._max_model_len,
+            BackendLimits(
+                device=model.device,
+                dtype=model.dtype,
+                max_num_seqs=self._sizes.max_num_seqs,
+                max_num_tokens=self._sizes.max_num_tokens,
+                max_model_len=self._max_model_len,
+            ),
         )
         self._model: CausalLM | None = model
         self._graph_passes = graph_passes

@@ -71,7 +71,7 @@ class CompiledRunner:
         self._compute_logits = compute_logits
         self._backend = backend
         self._page_size = page_size
-        self._inputs = TokenInputs(_MIN_TOKENS, backend.device)
+        self._inputs = TokenInputs(_MIN_TOKENS, backend.limits.device)
         self._compiled: Forward | None = None  # after warm-up
         self.num_compilations = 0  # of the last warm-up
         self.reports: tuple[CaptureReport, ...] = ()
@@ -94,7 +94,7 @@ class CompiledRunner:
         forward = torch.compile(
             self._forward, backend=compiler.compile, fullgraph=True, options={"guard_filter_fn": _keep_guards}
         )
-        largest = min(backend.max_num_tokens, backend.max_model_len * backend.max_num_seqs)
+        largest = min(backend.limits.max_num_tokens, backend.limits.max_model_len * backend.limits.max_num_seqs)
         # The first size must not be one that the compiler could take for a constant of the model.
         for num_tokens in dict.fromkeys((min(largest, 7), min(largest, _MIN_TOKENS), largest)):
             for chunked in (False, True):
@@ -151,11 +151,11 @@ class CompiledRunner:
     def _run_dummy_batch(self, forward: Forward, num_tokens: int, *, chunked: bool) -> None:
         backend = self._backend
         step = dummy_batch(
-            num_tokens, 1, max_model_len=backend.max_model_len, page_size=self._page_size, chunked=chunked,
-            device=backend.device,
+            num_tokens, 1, max_model_len=backend.limits.max_model_len, page_size=self._page_size, chunked=chunked,
+            device=backend.limits.device,
         )  # fmt: skip
         backend.plan(step)
-        tokens = torch.zeros(max(num_tokens, _MIN_TOKENS), dtype=torch.int32, device=backend.device)
+        tokens = torch.zeros(max(num_tokens, _MIN_TOKENS), dtype=torch.int32, device=backend.limits.device)
         positions = torch.zeros_like(tokens)
         for tensor in (tokens, positions):
             torch._dynamo.mark_dynamic(tensor, 0)

@@ -70,7 +70,10 @@ class DecodeGraphRunner:
         largest = self.buckets[-1]
         if Phase.DECODE not in backend.capabilities.full_graph_phases:
             raise ValueError(f"attention backend {backend.name!r} cannot run decode in a full graph")
-        for name, limit in (("max_num_seqs", backend.max_num_seqs), ("max_num_tokens", backend.max_num_tokens)):
+        for name, limit in (
+            ("max_num_seqs", backend.limits.max_num_seqs),
+            ("max_num_tokens", backend.limits.max_num_tokens),
+        ):
             if largest > limit:
                 raise ValueError(f"largest graph bucket {largest} exceeds the backend's {name} {limit}")
         self._forward = forward
@@ -79,13 +82,13 @@ class DecodeGraphRunner:
         self._runtime = runtime
         self._page_size = page_size
         self._logits_in_graph = logits_in_graph
-        self._inputs = TokenInputs(largest, backend.device)
+        self._inputs = TokenInputs(largest, backend.limits.device)
         # One page-index buffer for all buckets, long enough for the longest sequences in every row.
         self._metadata = StaticAttentionMetadata(
             max_num_tokens=largest,
             max_num_seqs=largest,
-            max_num_pages=largest * -(-backend.max_model_len // page_size),
-            device=backend.device,
+            max_num_pages=largest * -(-backend.limits.max_model_len // page_size),
+            device=backend.limits.device,
         )
         self._captured: dict[int, _Captured] = {}
         self._bucket = 0  # of the last step
@@ -198,10 +201,15 @@ class DecodeGraphRunner:
         self._log.reports.clear()
 
     def _capture(self, bucket: int) -> _Captured:
-        backend, device = self._backend, self._backend.device
+        backend, device = self._backend, self._backend.limits.device
         zeros = torch.zeros(bucket, dtype=torch.int32, device=device)
         reading = dummy_batch(
-            bucket, bucket, max_model_len=backend.max_model_len, page_size=self._page_size, chunked=False, device=device
+            bucket,
+            bucket,
+            max_model_len=backend.limits.max_model_len,
+            page_size=self._page_size,
+            chunked=False,
+            device=device,
         )
         # Real rows first, then the padding that is captured: a kernel may have a variant for either.
         for ids, step in ((zeros, reading), (zeros[:0], empty_batch(self._page_size, device))):

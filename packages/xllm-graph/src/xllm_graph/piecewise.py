@@ -65,17 +65,16 @@ class PiecewiseGraphRunner:
         cut_ops: Collection[str] = (),
     ) -> None:
         self.buckets = checked_buckets(buckets)
-        if self.buckets[-1] > backend.max_num_tokens:
-            raise ValueError(
-                f"largest graph bucket {self.buckets[-1]} exceeds the backend's max_num_tokens {backend.max_num_tokens}"
-            )
+        limit = backend.limits.max_num_tokens
+        if self.buckets[-1] > limit:
+            raise ValueError(f"largest graph bucket {self.buckets[-1]} exceeds the backend's max_num_tokens {limit}")
         self._forward = forward
         self._compute_logits = compute_logits
         self._backend = backend
         self._runtime = runtime
         self._page_size = page_size
         self._cut_ops = checked_ops(cut_ops)
-        self._inputs = TokenInputs(self.buckets[-1], backend.device)
+        self._inputs = TokenInputs(self.buckets[-1], backend.limits.device)
         self._chains: dict[int, _Chain] = {}
         self._bucket = 0  # of the last step
         self._log = CaptureLog(self.name, runtime)
@@ -164,14 +163,14 @@ class PiecewiseGraphRunner:
         self._log.reports.clear()
 
     def _capture(self, bucket: int) -> _Chain:
-        zeros = torch.zeros(bucket, dtype=torch.int32, device=self._backend.device)
+        zeros = torch.zeros(bucket, dtype=torch.int32, device=self._backend.limits.device)
         self._inputs.fill(zeros, zeros, bucket)
         inputs = self._inputs.views(bucket)
         with forward_context(self._backend):
             for step in self._dummy_batches(bucket):
                 self._backend.plan(step)
-                self._compute_logits(self._forward(*inputs), zeros[: min(bucket, self._backend.max_num_seqs)])
-            self._backend.plan(empty_batch(self._page_size, self._backend.device))
+                self._compute_logits(self._forward(*inputs), zeros[: min(bucket, self._backend.limits.max_num_seqs)])
+            self._backend.plan(empty_batch(self._page_size, self._backend.limits.device))
             cutter = PieceCutter(self._runtime, self._cut_ops)
             with cutter.capture():
                 hidden = self._forward(*inputs)
@@ -180,16 +179,16 @@ class PiecewiseGraphRunner:
     def _dummy_batches(self, bucket: int) -> list[AttentionMetadata]:
         """The kinds of step that attention's kernels must be ready for at this size, as large as a step can be."""
         backend = self._backend
-        num_tokens = min(bucket, backend.max_num_seqs * backend.max_model_len)
-        num_decodes = min(bucket, backend.max_num_seqs)
+        num_tokens = min(bucket, backend.limits.max_num_seqs * backend.limits.max_model_len)
+        num_decodes = min(bucket, backend.limits.max_num_seqs)
         return [
             dummy_batch(
                 count,
                 num_seqs,
-                max_model_len=backend.max_model_len,
+                max_model_len=backend.limits.max_model_len,
                 page_size=self._page_size,
                 chunked=chunked,
-                device=backend.device,
+                device=backend.limits.device,
             )
             for count, num_seqs, chunked in (
                 (num_tokens, 1, False),

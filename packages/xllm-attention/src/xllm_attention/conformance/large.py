@@ -6,6 +6,7 @@ import torch
 
 from xllm_metadata import LayerCache, build_attention_metadata
 
+from ..limits import BackendLimits
 from ..spec import AttentionSpec
 from .reference import reference_attention
 from .runner import TOLERANCES, BackendFactory, ConformanceError
@@ -30,7 +31,8 @@ def check_large_cache(
         k=torch.empty(shape, dtype=dtype, device=device), v=torch.empty(shape, dtype=dtype, device=device)
     )
     kv_len = 2 * page_size
-    backend = factory([spec], device=device, dtype=dtype, max_num_seqs=1, max_num_tokens=kv_len, max_model_len=kv_len)
+    limits = BackendLimits(device=device, dtype=dtype, max_num_seqs=1, max_num_tokens=kv_len, max_model_len=kv_len)
+    backend = factory([spec], limits)
     backend.bind_kv_caches([cache])
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((kv_len, 8, spec.head_dim), generator=generator).to(device, dtype)

@@ -11,6 +11,7 @@ import torch
 from xllm_metadata import LayerCache
 
 from ..backend import AttentionBackend, Phase
+from ..limits import BackendLimits
 from ..spec import AttentionSpec
 from .case import CacheLayout, Case
 from .harness import BackendHarness, StepInputs, write
@@ -33,16 +34,7 @@ class ConformanceError(AssertionError):
 class BackendFactory(Protocol):
     """Makes the backend under test: a subclass of `AttentionBackend`, or a partial of `create_backend`."""
 
-    def __call__(
-        self,
-        specs: Sequence[AttentionSpec],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-    ) -> AttentionBackend: ...
+    def __call__(self, specs: Sequence[AttentionSpec], limits: BackendLimits) -> AttentionBackend: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +52,15 @@ def run_case(factory: BackendFactory, case: Case, *, device: torch.device | str 
         ConformanceError: names case, step, layer and what deviates.
     """
     harness = BackendHarness(case, torch.device(device))
+    limits = BackendLimits(
+        device=harness.device,
+        dtype=case.dtype,
+        max_num_seqs=case.max_num_seqs,
+        max_num_tokens=case.max_num_tokens,
+        max_model_len=max(1, *case.final_lens),
+    )
     try:
-        backend = factory(
-            case.specs,
-            device=harness.device,
-            dtype=case.dtype,
-            max_num_seqs=case.max_num_seqs,
-            max_num_tokens=case.max_num_tokens,
-            max_model_len=max(1, *case.final_lens),
-        )
+        backend = factory(case.specs, limits)
     except ValueError as error:
         return CaseResult(max_error=0.0, refused=str(error))
     if case.graph and Phase.DECODE not in backend.capabilities.full_graph_phases:

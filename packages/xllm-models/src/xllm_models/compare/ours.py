@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xllm_attention import Attention, AttentionBackend, create_backend, forward_context
+from xllm_attention import Attention, AttentionBackend, BackendLimits, create_backend, forward_context
 from xllm_metadata import LayerCache, build_attention_metadata
 
 from ..causal_lm import CausalLM
@@ -49,8 +49,10 @@ def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2
 
 def _backend(model: CausalLM, num_tokens: int) -> AttentionBackend:
     """The oracle backend, bound to a cache of one sequence."""
-    limits = {"max_num_seqs": 1, "max_num_tokens": num_tokens, "max_model_len": num_tokens}
-    backend = create_backend("torch", model.attention_specs, device=model.device, dtype=model.dtype, **limits)
+    limits = BackendLimits(
+        device=model.device, dtype=model.dtype, max_num_seqs=1, max_num_tokens=num_tokens, max_model_len=num_tokens
+    )
+    backend = create_backend("torch", model.attention_specs, limits)
     num_pages = -(-num_tokens // PAGE_SIZE)
     shapes = [(2, num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
     pages = [torch.zeros(shape, device=model.device, dtype=model.dtype) for shape in shapes]

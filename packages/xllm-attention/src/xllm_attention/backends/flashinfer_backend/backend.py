@@ -47,24 +47,25 @@ class FlashInferBackend(AttentionBackend):
                     f"k and v cache of layer {layer_id} have strides {k.stride()} and {v.stride()}; attention backend "
                     "'flashinfer' needs equal ones, and adjacent elements"
                 )
+        limits = self.limits
         self._caches = tuple(caches)
         self._append = Append()
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):
             self._tables = StepTables(
-                max_num_seqs=self.max_num_seqs,
-                max_num_tokens=self.max_num_tokens,
-                max_num_pages=self.max_num_seqs * -(-self.max_model_len // page_size),
-                device=self.device,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_tokens=limits.max_num_tokens,
+                max_num_pages=limits.max_num_pages(page_size),
+                device=limits.device,
             )
             pinned = PinnedRing(2 * len(self.groups), api.INT_WORKSPACE_BYTES)
             # Zeroed: FlashInfer's kernels keep counters in it.
-            workspace = torch.zeros(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+            workspace = torch.zeros(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=limits.device)
             self._group_plans = tuple(
                 GroupPlans(
                     spec,
                     page_size=page_size,
-                    dtype=self.dtype,
+                    dtype=limits.dtype,
                     tables=self._tables,
                     pinned=pinned,
                     float_workspace=workspace,

@@ -27,7 +27,6 @@ class TorchBackend(AttentionBackend):
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         self._caches = tuple(caches)
-        self._page_size = page_size
         self._plans: list[RaggedPlan | DenseDecode] = [
             RaggedPlan(spec=spec, sequences=(), num_rows=0) for spec in self.group_specs
         ]
@@ -35,7 +34,7 @@ class TorchBackend(AttentionBackend):
         self._dense: tuple[DenseDecode, ...] = ()
 
     def _plan_step(self, step: Step) -> None:
-        self._append = plan_append(step.metadata.slot_mapping, self._page_size)
+        self._append = plan_append(step.metadata.slot_mapping, self.page_size)
         if step.graph:
             self._append = self._persistent_append().refill(self._append)
 
@@ -44,7 +43,7 @@ class TorchBackend(AttentionBackend):
             self._dense[group].fill(step)
             self._plans[group] = self._dense[group]
         else:
-            self._plans[group] = plan_ragged(step, self.group_specs[group], self._page_size, self.dtype)
+            self._plans[group] = plan_ragged(step, self.group_specs[group], self.page_size, self.limits.dtype)
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
         k_cache, v_cache = self._caches[layer_id]
@@ -59,16 +58,17 @@ class TorchBackend(AttentionBackend):
     def _persistent_append(self) -> AppendPlan:
         """The buffers of graph steps, made at the first one, so that a host without graphs does not pay for them."""
         if self._append_buffers is None:
+            limits = self.limits
             # Ordinary tensors even when the first plan is made in inference mode: later ones may not be.
             with torch.inference_mode(False):
-                self._append_buffers = AppendPlan.allocate(self.max_num_tokens, self.device)
+                self._append_buffers = AppendPlan.allocate(limits.max_num_tokens, limits.device)
                 self._dense = tuple(
                     DenseDecode(
                         spec,
-                        page_size=self._page_size,
-                        max_num_seqs=self.max_num_seqs,
-                        max_model_len=self.max_model_len,
-                        device=self.device,
+                        page_size=self.page_size,
+                        max_num_seqs=limits.max_num_seqs,
+                        max_model_len=limits.max_model_len,
+                        device=limits.device,
                     )
                     for spec in self.group_specs
                 )

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
+from ...limits import BackendLimits
 from ...spec import AttentionSpec
 from .append import Append, append_kernel
 from .attend import attend_kernel
@@ -38,24 +39,9 @@ class TritonBackend(AttentionBackend):
         device_types=frozenset({"cuda", "cpu"}),
     )
 
-    def __init__(
-        self,
-        specs: Sequence[AttentionSpec],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-    ) -> None:
-        super().__init__(
-            specs,
-            device=device,
-            dtype=dtype,
-            max_num_seqs=max_num_seqs,
-            max_num_tokens=max_num_tokens,
-            max_model_len=max_model_len,
-        )
+    def __init__(self, specs: Sequence[AttentionSpec], limits: BackendLimits) -> None:
+        super().__init__(specs, limits)
+        device, dtype = limits.device, limits.dtype
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("attention backend 'triton' runs on a CPU only in its interpreter: set TRITON_INTERPRET=1")
         if INTERPRETED and dtype is torch.bfloat16:
@@ -65,6 +51,7 @@ class TritonBackend(AttentionBackend):
         self._can_overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
+        limits = self.limits
         self._caches = tuple(caches)
         self._append, self._attend = Append(), Launcher(attend_kernel)
         self._strides = tuple((*k.stride(), *v.stride()) for k, v in caches)
@@ -73,10 +60,10 @@ class TritonBackend(AttentionBackend):
             self._lists = {decode: self._work_lists(decode) for decode in (True, False)}
             self._workspace = Workspace(
                 (*self._lists[True], *self._lists[False]),
-                max_num_seqs=self.max_num_seqs,
-                max_num_tokens=self.max_num_tokens,
-                max_num_pages=self.max_num_seqs * -(-self.max_model_len // page_size),
-                device=self.device,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_tokens=limits.max_num_tokens,
+                max_num_pages=limits.max_num_pages(page_size),
+                device=limits.device,
             )
 
     def plans_on_host(self, phase: Phase, num_seqs: int) -> bool:
@@ -139,7 +126,7 @@ class TritonBackend(AttentionBackend):
             "CAP": spec.logits_soft_cap > 0,
             "DECODE": self._decode,
             "PAGED": self._paged,
-            "IEEE": self.dtype is torch.float32,
+            "IEEE": self.limits.dtype is torch.float32,
             "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n,
             "R": tiles.kept_rows,
@@ -155,19 +142,20 @@ class TritonBackend(AttentionBackend):
         return (group, self._decode, self._paged, pdl, strides, alignment(*rows, *caches)), constants, options
 
     def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:
+        limits = self.limits
         num_processors = 4  # of the interpreter: enough for small cases to be split
-        if self.device.type == "cuda":
-            num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        if limits.device.type == "cuda":
+            num_processors = torch.cuda.get_device_properties(limits.device).multi_processor_count
         return tuple(
             WorkList.allocate(
                 spec,
-                dtype=self.dtype,
+                dtype=limits.dtype,
                 decode=decode,
-                max_num_seqs=self.max_num_seqs,
-                max_num_tokens=self.max_num_tokens,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_tokens=limits.max_num_tokens,
                 num_processors=num_processors,
                 interpreted=INTERPRETED,
-                device=self.device,
+                device=limits.device,
             )
             for spec in self.group_specs
         )
