@@ -48,6 +48,17 @@ def test_refusals(make_backend: MakeBackend, spec: AttentionSpec, caches: list[L
         make_backend([spec, spec], bind=False).bind_kv_caches(caches)
 
 
+@pytest.mark.parametrize("slot", ["index", "conv", "ssm"])
+def test_a_cache_tensor_that_attention_does_not_use_is_refused(
+    make_backend: MakeBackend, spec: AttentionSpec, slot: str
+) -> None:
+    extra: dict[str, torch.Tensor] = {slot: torch.zeros(4, 3)}
+    caches = [_cache(), LayerCache(k=GOOD, v=GOOD, **extra)]
+    message = rf"{slot} cache of layer 1 has shape \[4, 3\]; its layer is paged attention, which uses only k and v"
+    with pytest.raises(ValueError, match=message):
+        make_backend([spec, spec], bind=False).bind_kv_caches(caches)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

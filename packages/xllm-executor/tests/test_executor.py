@@ -238,6 +238,17 @@ def test_an_fp8_cache_is_refused(model: CausalLM, make_caches: Caches) -> None:
         ModelExecutor(model, {}, 8).bind_kv_caches(caches)
 
 
+def test_a_cache_tensor_that_no_layer_uses_is_refused(model: CausalLM, make_caches: Caches) -> None:
+    """A host passes tensors in slot order: k, v, index, conv, ssm."""
+    caches: list[Any] = make_caches(model)
+    caches[0] = (*caches[0], None, torch.zeros(4, 3))
+    message = r"conv cache of layer 0 has shape \[4, 3\]; its layer is paged attention, which uses only k and v"
+    executor = ModelExecutor(model, {}, 8)
+    with pytest.raises(ValueError, match=message):
+        executor.bind_kv_caches(caches)
+    executor.bind_kv_caches(make_caches(model))
+
+
 def test_shutdown_lets_the_model_go(model: CausalLM, make_caches: Caches) -> None:
     other = copy.deepcopy(model)
     executor = make_executor(other, make_caches)

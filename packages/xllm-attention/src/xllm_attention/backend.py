@@ -152,7 +152,8 @@ class AttentionBackend(ABC):
         Strides are free as long as no two elements overlap. A step that was planned before is forgotten.
 
         Raises:
-            ValueError: wrong number, rank, shape, dtype, device or strides, or unequal page sizes or num_pages.
+            ValueError: wrong number, rank, shape, dtype, device or strides, unequal page sizes or num_pages, or a
+                cache tensor other than k and v.
         """
         page_size = check_caches(caches, self.specs, self.limits)
         self._num_tokens = self._page_size = None

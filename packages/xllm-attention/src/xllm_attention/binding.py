@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -11,12 +12,15 @@ from xllm_metadata import LayerCache
 from .limits import BackendLimits
 from .spec import AttentionSpec
 
+_USED_SLOTS: Final = ("k", "v")  # of `LayerCache`; the others belong to sparse and linear attention
+
 
 def check_caches(caches: Sequence[LayerCache], specs: Sequence[AttentionSpec], limits: BackendLimits) -> int:
     """Checks that the caches fit the layers, and returns their common page size.
 
     Raises:
-        ValueError: names the layer, the tensor, what it has and what it must have.
+        ValueError: names the layer, the tensor, what it has and what it must have. A tensor in a slot that paged
+            attention does not use (index, conv, ssm) is refused too: the backend would ignore it.
     """
     if len(caches) != len(specs):
         raise ValueError(f"{len(caches)} KV caches for {len(specs)} layers; every layer needs one")
@@ -24,6 +28,12 @@ def check_caches(caches: Sequence[LayerCache], specs: Sequence[AttentionSpec], l
     num_pages: dict[int, int] = {}
     page_sizes: dict[int, int] = {}
     for layer_id, (cache, spec) in enumerate(zip(caches, specs, strict=True)):
+        for slot, unused in cache.items():
+            if slot not in _USED_SLOTS:
+                raise ValueError(
+                    f"{slot} cache of layer {layer_id} has shape {list(unused.shape)}; its layer is paged attention, "
+                    f"which uses only {' and '.join(_USED_SLOTS)}"
+                )
         for slot, tensor in (("k", cache.k), ("v", cache.v)):
             name = f"{slot} cache of layer {layer_id}"
             if tensor is None:
