@@ -14,16 +14,12 @@ from typing import Any
 import results as result_files
 
 from xllm_attention import Phase
-from xllm_attention.choice import preferences
+from xllm_attention.selector import auto_order
 
 PAGE = result_files.ROOT / "docs" / "attention.md"
 SOURCE = result_files.RESULTS / "attention-h200.json"
+AUTO_DECODE = auto_order("cuda")[Phase.DECODE][0]  # where all backends are installed and serve the model
 COLUMNS = ("triton", "flashinfer, CUDA cores", "flashinfer, tensor cores")
-
-
-def auto_choice(num_seqs: int) -> str:
-    """The candidate that `auto` takes for decode where both backends are installed."""
-    return preferences("cuda", Phase.DECODE, num_seqs)[0]
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -42,7 +38,7 @@ def decode_rows(cells: list[dict[str, Any]], read: float) -> list[list[str]]:
             us = cell["us"][name]
             text = f"{us:.1f} us, {cell['bytes'] / us / 1e6:.2f} TB/s"
             row.append(f"**{text}**" if us == best else text)
-        chosen = cell["us"][auto_choice(cell["num_seqs"])]
+        chosen = cell["us"][AUTO_DECODE]
         row += [f"{chosen / best - 1:+.0%}", f"{cell['bytes'] / read / 1e6:.1f} us", str(cell["distinct_caches"])]
         rows.append(row)
     return rows
@@ -57,9 +53,8 @@ def sum_rows(cells: list[dict[str, Any]]) -> list[list[str]]:
             for name in (*COLUMNS, "flashinfer")
         }
         better = min(sums["triton"], sums["flashinfer"])
-        chosen = auto_choice(num_seqs)
         row = [str(num_seqs), *(f"{sums[name]:.1f}" for name in (*COLUMNS, "flashinfer"))]
-        rows.append([*row, chosen, f"{sums[chosen] / better - 1:+.1%}"])
+        rows.append([*row, AUTO_DECODE, f"{sums[AUTO_DECODE] / better - 1:+.1%}"])
     return rows
 
 

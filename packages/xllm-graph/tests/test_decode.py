@@ -90,7 +90,7 @@ def test_host_fields_are_filled_before_the_plan_where_it_reads_them(
 ) -> None:
     """Else behind the launch, where they cost the device no time."""
     setup = make_setup(warm=False)
-    monkeypatch.setattr(setup.backend, "plans_on_host", lambda phase, num_seqs: plans_on_host)
+    monkeypatch.setattr(setup.backend, "plans_on_host", lambda phase: plans_on_host)
     setup.decode.warmup()
     plan = setup.backend.plan
     seen: list[list[int]] = []

@@ -138,10 +138,10 @@ class AttentionBackend(ABC):
         """
         return self._layout
 
-    def plans_on_host(self, phase: Phase, num_seqs: int) -> bool:
-        """Whether `plan(graph=True)` of such a step, of this padded size, reads values of host fields, not sizes alone.
+    def plans_on_host(self, phase: Phase) -> bool:
+        """Whether `plan(graph=True)` of a step of this phase reads values of the metadata's host mirrors.
 
-        Where it does not, a runner may fill them while the step runs.
+        If it reads only their sizes, a runner may fill them while the step runs.
         """
         return True
 

@@ -1,8 +1,8 @@
-"""`PhasedBackend`: several backends behind one interface, one of them for each step. Owns none of their work."""
+"""`PhasedBackend`: one attention backend made of several, one per phase. Owns no plan and no buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
@@ -12,34 +12,28 @@ from .backend import AttentionBackend, BackendCapabilities, Phase, Step
 from .limits import BackendLimits
 from .spec import AttentionSpec
 
-Choose = Callable[[Phase, int], str]
-"""(phase, padded number of sequences) -> name of the backend for such a step."""
-
 
 class PhasedBackend(AttentionBackend):
-    """Chooses a backend for every step by its phase and bucket, never by its lengths, so that graphs stay valid.
+    """Hands every step to the backend of its phase. All share the caches.
 
     Args:
-        name: what it is called.
-        backends: the backends by name; all made for these specs and limits.
-        choose: which of them serves a step.
+        name: the value of `attention_backend` that asked for it.
+        by_phase: the backend of each phase, all made for the specs and limits that follow.
         specs, limits: as `AttentionBackend`.
     """
 
     def __init__(
         self,
         name: str,
-        backends: Mapping[str, AttentionBackend],
-        choose: Choose,
+        by_phase: Mapping[Phase, AttentionBackend],
         specs: Sequence[AttentionSpec],
         limits: BackendLimits,
     ) -> None:
         self.name = name
-        self.backends = dict(backends)
-        self.choose = choose
+        self.by_phase = dict(by_phase)
         self.capabilities = BackendCapabilities(
             full_graph_phases=frozenset(
-                phase for phase in Phase if all(phase in self._of(phase, n) for n in range(1, limits.max_num_seqs + 1))
+                phase for phase, backend in by_phase.items() if phase in backend.capabilities.full_graph_phases
             )
         )
         super().__init__(specs, limits)
@@ -49,24 +43,21 @@ class PhasedBackend(AttentionBackend):
         """Also which backend was planned, and its own layout."""
         return (super().plan_layout, self._current.name, self._current.plan_layout)
 
-    def plans_on_host(self, phase: Phase, num_seqs: int) -> bool:
-        """See `AttentionBackend.plans_on_host`: of the backend that such a step gets."""
-        return self.backends[self.choose(phase, num_seqs)].plans_on_host(phase, num_seqs)
+    def plans_on_host(self, phase: Phase) -> bool:
+        """See `AttentionBackend.plans_on_host`: asks the backend of the phase."""
+        return self.by_phase[phase].plans_on_host(phase)
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         layers = [LayerCache(k=k, v=v) for k, v in caches]
-        for backend in self.backends.values():
+        for backend in dict.fromkeys(self.by_phase.values()):  # each once, though it may serve several phases
             backend.bind_kv_caches(layers)
 
     def _plan_step(self, step: Step) -> None:
-        self._current = self.backends[self.choose(step.phase, step.num_seqs)]
+        self._current = self.by_phase[step.phase]
         self._current.plan_checked(step)
 
     def _plan_group(self, step: Step, group: int) -> None:
-        """Done: the chosen backend has planned all its groups, which are the same."""
+        """Does nothing: `_plan_step` had the phase's backend plan its groups, which are the same."""
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
         self._current.run(q, k, v, out, layer_id)
-
-    def _of(self, phase: Phase, num_seqs: int) -> frozenset[Phase]:
-        return self.backends[self.choose(phase, num_seqs)].capabilities.full_graph_phases

@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-import torch
-
 from .backend import AttentionBackend, Phase
-from .choice import AUTO, automatic, parse_choice, preferences
 from .limits import BackendLimits
 from .phased import PhasedBackend
+from .selector import AUTO, auto_order, first_supported, parse_attention_backend
 from .spec import AttentionSpec
 
 ENTRY_POINT_GROUP = "xllm.attention_backends"
@@ -35,8 +33,8 @@ def create_backend(
     """Makes the backend for a model's layers; the page size comes later, from `bind_kv_caches`.
 
     Args:
-        name: one of `available_backends()`; or `"auto"`, the best for each step by a measured table; or a choice per
-            phase, as `"decode=triton,prefill=flashinfer"` or a mapping (see `xllm_attention.choice.parse_choice`).
+        name: one of `available_backends()`; or `"auto"`, the best of each phase by measurement; or one per phase, as
+            `"decode=triton,prefill=flashinfer"` or a mapping (see `xllm_attention.selector.parse_attention_backend`).
         specs: one per layer; the index is the layer_id.
         limits: device, dtype and the largest step.
 
@@ -44,25 +42,25 @@ def create_backend(
         ValueError: an unknown or unavailable name (lists what is available and why the others are not), or a spec that
             the backend cannot serve.
     """
-    chosen = parse_choice(name)
-    if isinstance(chosen, str) and chosen != AUTO:
-        return _load(chosen)(specs, limits)
-    wanted = dict.fromkeys(Phase, AUTO) if isinstance(chosen, str) else chosen
-    for other in wanted.values():
+    selected = parse_attention_backend(name)
+    if isinstance(selected, str):
+        if selected != AUTO:
+            return _load(selected)(specs, limits)
+        selected = dict.fromkeys(Phase, AUTO)
+    for other in selected.values():
         if other != AUTO:
-            _load(other)
-    refusals = {other: _refusal(other, specs, limits) for other in _automatic_names(limits.device, limits.max_num_seqs)}
-    rule = automatic(limits.device.type, refusals)
-
-    def choose(phase: Phase, num_seqs: int) -> str:
-        return rule(phase, num_seqs) if wanted[phase] == AUTO else wanted[phase]
-
-    used = dict.fromkeys(choose(phase, n) for phase in Phase for n in range(1, limits.max_num_seqs + 1))
-    backends = {other: _load(other)(specs, limits) for other in used}
+            _load(other)  # an unknown name is refused before `auto` looks at the others
+    names = {phase: other for phase, other in selected.items() if other != AUTO}
+    order = auto_order(limits.device.type)
+    automatic = {phase: order[phase] for phase in Phase if phase not in names}
+    candidates = dict.fromkeys(other for others in automatic.values() for other in others)
+    refusals = {other: _refusal(other, specs, limits) for other in candidates}
+    names |= {phase: first_supported(phase, others, refusals) for phase, others in automatic.items()}
+    backends = {other: _load(other)(specs, limits) for other in dict.fromkeys(names.values())}
     if len(backends) == 1:
         return next(iter(backends.values()))
     label = name if isinstance(name, str) else ",".join(f"{phase}={other}" for phase, other in name.items())
-    return PhasedBackend(label, backends, choose, specs, limits)
+    return PhasedBackend(label, {phase: backends[names[phase]] for phase in Phase}, specs, limits)
 
 
 def available_backends() -> tuple[str, ...]:
@@ -73,14 +71,6 @@ def available_backends() -> tuple[str, ...]:
 def unavailable_backends() -> dict[str, str]:
     """Names that are declared but cannot be used in this environment, each with the reason."""
     return _load_all()[1]
-
-
-def _automatic_names(device: torch.device, max_num_seqs: int) -> list[str]:
-    names: dict[str, None] = {}
-    for phase in Phase:
-        for num_seqs in range(1, max(1, max_num_seqs) + 1):
-            names.update(dict.fromkeys(preferences(device.type, phase, num_seqs)))
-    return list(names)
 
 
 def _refusal(name: str, specs: Sequence[AttentionSpec], limits: BackendLimits) -> str | None:

@@ -224,7 +224,7 @@ class DecodeGraphRunner:
             hidden=self._runtime.borrow(hidden),
             logits=None if logits is None else self._runtime.borrow(logits),
             plan_layout=backend.plan_layout,
-            plans_on_host=backend.plans_on_host(Phase.DECODE, bucket),
+            plans_on_host=backend.plans_on_host(Phase.DECODE),
         )
 
     def _run(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -66,7 +66,7 @@ class TritonBackend(AttentionBackend):
                 device=limits.device,
             )
 
-    def plans_on_host(self, phase: Phase, num_seqs: int) -> bool:
+    def plans_on_host(self, phase: Phase) -> bool:
         """See `AttentionBackend.plans_on_host`: the work list is made on the device."""
         return False
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from xllm_attention import AttentionSpec, BackendLimits, Phase, create_backend
-from xllm_attention.choice import automatic, parse_choice, preferences
 from xllm_attention.conformance import CASES, run_case
 from xllm_attention.phased import PhasedBackend
+from xllm_attention.selector import auto_order, first_supported, parse_attention_backend
 from xllm_metadata import build_attention_metadata
 
 LIMITS = BackendLimits(
@@ -29,13 +29,21 @@ STEPS = {
 @pytest.mark.parametrize("choice", ["decode=triton, prefill=torch", {"decode": "triton", "prefill": "torch"}])
 def test_a_choice_per_phase(choice: Any) -> None:
     chosen = {Phase.DECODE: "triton", Phase.PREFILL: "torch", Phase.CHUNKED: "torch"}
-    assert parse_choice(choice) == chosen
+    assert parse_attention_backend(choice) == chosen
 
 
 def test_a_phase_that_is_not_named() -> None:
-    assert parse_choice("chunked=torch") == {Phase.DECODE: "auto", Phase.PREFILL: "auto", Phase.CHUNKED: "torch"}
-    assert parse_choice("prefill=a,chunked=b") == {Phase.DECODE: "auto", Phase.PREFILL: "a", Phase.CHUNKED: "b"}
-    assert parse_choice("torch") == "torch"
+    assert parse_attention_backend("chunked=torch") == {
+        Phase.DECODE: "auto",
+        Phase.PREFILL: "auto",
+        Phase.CHUNKED: "torch",
+    }
+    assert parse_attention_backend("prefill=a,chunked=b") == {
+        Phase.DECODE: "auto",
+        Phase.PREFILL: "a",
+        Phase.CHUNKED: "b",
+    }
+    assert parse_attention_backend("torch") == "torch"
 
 
 @pytest.mark.parametrize(
@@ -58,20 +66,21 @@ def test_an_unknown_name_in_a_choice(spec: AttentionSpec) -> None:
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_the_table_names_a_backend_for_every_bucket(phase: Phase) -> None:
-    for num_seqs in (0, 1, 2, 112, 10_000):
-        assert preferences("cpu", phase, num_seqs) == ("torch",)
-        assert sorted(preferences("cuda", phase, num_seqs)) == ["flashinfer", "torch", "triton"]
+def test_auto_knows_an_order_for_every_phase(phase: Phase) -> None:
+    assert auto_order("cpu")[phase] == ("torch",)
+    assert sorted(auto_order("cuda")[phase]) == ["flashinfer", "torch", "triton"]
 
 
 def test_auto_takes_the_first_that_serves_the_model() -> None:
-    choose = automatic("cuda", {"triton": "no triton here", "flashinfer": None, "torch": None})
-    assert choose(Phase.DECODE, 1) == "flashinfer"
-    choose = automatic("cuda", {"triton": "head_dim 72", "flashinfer": "head_dim 72", "torch": None})
-    assert choose(Phase.DECODE, 1) == choose(Phase.PREFILL, 1) == "torch"
-    choose = automatic("cuda", {"triton": "why a", "flashinfer": "why b", "torch": "why c"})
+    names = ("triton", "flashinfer", "torch")
+    assert first_supported(Phase.DECODE, names, dict.fromkeys(names)) == "triton"
+    refusals = {"triton": "no triton here", "flashinfer": None, "torch": None}
+    assert first_supported(Phase.DECODE, names, refusals) == "flashinfer"
+    refusals = {"triton": "head_dim 72", "flashinfer": "head_dim 72", "torch": None}
+    assert first_supported(Phase.PREFILL, names, refusals) == "torch"
+    refusals = {"triton": "why a", "flashinfer": "why b", "torch": "why c"}
     with pytest.raises(ValueError, match=r"can serve a decode step.*'triton': why a; 'flashinfer': why b; 'torch'"):
-        choose(Phase.DECODE, 1)
+        first_supported(Phase.DECODE, names, refusals)
 
 
 def test_auto_on_a_cpu_is_torch(spec: AttentionSpec) -> None:
@@ -92,11 +101,12 @@ def phased(spec: AttentionSpec, make_caches: Callable[..., Any]) -> PhasedBacken
 def test_each_phase_has_its_backend(phased: PhasedBackend) -> None:
     assert phased.name == "decode=triton,prefill=torch"
     assert phased.capabilities.full_graph_phases == {Phase.DECODE}
-    planned = dict.fromkeys(phased.backends, 0)
+    backends = {backend.name: backend for backend in phased.by_phase.values()}
+    planned = dict.fromkeys(backends, 0)
     for count, (phase, metadata) in enumerate(STEPS.items(), 1):
         phased.plan(metadata)
         planned["triton" if phase is Phase.DECODE else "torch"] += 1
-        assert {name: backend.plan_counts for name, backend in phased.backends.items()} == {
+        assert {name: backend.plan_counts for name, backend in backends.items()} == {
             name: (plans,) for name, plans in planned.items()
         }
         assert phased.plan_counts == (count,)
@@ -124,7 +134,11 @@ def test_a_choice_with_an_out_of_tree_backend(tmp_path: Path, monkeypatch: pytes
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
     backend = create_backend("decode=example,prefill=torch", [spec], LIMITS)
     assert isinstance(backend, PhasedBackend)
-    assert set(backend.backends) == {"example", "torch"}
+    assert {phase: each.name for phase, each in backend.by_phase.items()} == {
+        Phase.PREFILL: "torch",
+        Phase.CHUNKED: "torch",
+        Phase.DECODE: "example",
+    }
     for name in ("prefill", "graph-decode"):
         case = next(case for case in CASES if case.name == name)
         result = run_case(partial(create_backend, "example"), case)
