@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_metadata import FIELDS, When, build_attention_metadata
+from xllm_metadata import FIELDS, Presence, build_attention_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest_benchmark.logger.PytestBenchmarkWarning")
 
-CORE = [field.name for field in FIELDS if field.when is not When.OPTIONAL]
+CORE = [field.name for field in FIELDS if field.presence is not Presence.OPTIONAL]
 _READS = "\n    ".join(f"metadata.{name}" for name in CORE)
 _NAMESPACE: dict[str, Any] = {}
 exec(f"def execute(tokens, positions, metadata, indices):\n    {_READS}\n    return tokens\n", _NAMESPACE)

@@ -32,7 +32,7 @@ def caught(setup: Any, *names: str) -> None:
             BY_NAME[name](setup.harness)
 
 
-TENSOR_FIELDS = [field.name for field in FIELDS if field.kind.is_tensor and field.when.value == "always"]
+TENSOR_FIELDS = [field.name for field in FIELDS if field.type.is_tensor and field.presence.value == "always"]
 
 
 @pytest.mark.parametrize("name", TENSOR_FIELDS)

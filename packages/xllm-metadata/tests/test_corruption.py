@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_metadata import FIELDS, Kind, When, build_attention_metadata, validate
+from xllm_metadata import FIELDS, FieldType, Presence, build_attention_metadata, validate
 
 KINDS = ("prefill", "chunked", "decode")
 DEVICE_FIELDS = ("slot_mapping", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "kv_cu_seq_lens")
@@ -24,7 +24,7 @@ Corruption = Callable[[random.Random, Any, Any], Any]
 
 
 def tensor_fields(step: Any) -> list[str]:
-    return [f.name for f in FIELDS if f.kind.is_tensor and getattr(step, f.name) is not None]
+    return [f.name for f in FIELDS if f.type.is_tensor and getattr(step, f.name) is not None]
 
 
 def changed(step: Any, names: tuple[str, ...], index: int, value: int) -> Any:
@@ -177,6 +177,6 @@ def test_every_corruption_is_rejected_and_every_step_accepted(random_batch: Call
 
 def test_the_corruptions_know_every_always_present_tensor() -> None:
     """So that a new field is corrupted too: the helpers above read the table, except for the indptrs."""
-    always = {f.name for f in FIELDS if f.when is not When.OPTIONAL and f.kind is Kind.TENSOR_INT32}
+    always = {f.name for f in FIELDS if f.presence is not Presence.OPTIONAL and f.type is FieldType.INT32_TENSOR}
     assert always == {*DEVICE_FIELDS, "qo_indptr", *(f"{n}_host" for n in ("paged_kv_indptr", "paged_kv_last_page_len",
                       "qo_indptr", "kv_seq_lens"))}  # fmt: skip

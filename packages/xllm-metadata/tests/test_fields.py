@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import pytest
 import torch
@@ -16,16 +16,16 @@ from xllm_metadata import (
     FIELDS,
     AttentionMetadata,
     BuiltAttentionMetadata,
-    Kind,
+    FieldType,
     Padding,
+    Presence,
     StaticAttentionMetadata,
-    When,
     build_attention_metadata,
     get_cmake_dir,
     get_include,
 )
 from xllm_metadata.fields import _read_fields
-from xllm_metadata.vocabulary import alias, device, scalar
+from xllm_metadata.schema import device_tensor, scalar
 
 NAMES = [field.name for field in FIELDS]
 ALIASES = [field.alias for field in FIELDS if field.alias]
@@ -34,7 +34,7 @@ PROPERTY = re.compile(r"^\s*PROPERTY\(([^;]+), (\w+)\)", re.MULTILINE)
 
 def header_properties() -> list[tuple[str, str]]:
     text = (Path(get_include()) / "xllm/metadata/attention_metadata.h").read_text()
-    return [(name, kind) for kind, name in PROPERTY.findall(text)]
+    return [(name, cpp_type) for cpp_type, name in PROPERTY.findall(text)]
 
 
 def test_names_are_unique() -> None:
@@ -42,13 +42,29 @@ def test_names_are_unique() -> None:
 
 
 def test_the_table_is_the_protocol() -> None:
-    assert list(AttentionMetadata.__annotations__) == [
-        name for field in FIELDS for name in (field.name, field.alias) if name is not None
-    ]
+    assert list(AttentionMetadata.__annotations__) == NAMES
+    assert all(isinstance(getattr(AttentionMetadata, alias), property) for alias in ALIASES)
 
 
-def test_built_and_static_metadata_have_exactly_the_table() -> None:
+def public_types(cls: type) -> list[tuple[str, object]]:
+    """(name, type) of the annotations in a class's own body, in order."""
+    hints = get_type_hints(cls)
+    return [(name, hints[name]) for name in cls.__annotations__ if not name.startswith("_")]
+
+
+TYPES = public_types(AttentionMetadata)
+
+
+def test_built_metadata_has_the_fields_of_the_table_in_order() -> None:
+    assert public_types(BuiltAttentionMetadata) == TYPES
+    optional = {field.name for field in dataclasses.fields(BuiltAttentionMetadata) if field.default is None}
+    assert optional == {field.name for field in FIELDS if field.presence is not Presence.ALWAYS}
     assert [field.name for field in dataclasses.fields(BuiltAttentionMetadata)] == NAMES
+
+
+def test_static_metadata_has_the_fields_of_the_table_in_order() -> None:
+    aliases = [(field.alias, dict(TYPES)[field.name]) for field in FIELDS if field.alias]
+    assert public_types(StaticAttentionMetadata) == [*TYPES, *aliases]
     static = StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=1, max_num_pages=1, device="cpu")
     static.fill(build_attention_metadata([], [], [], 1), num_tokens=1, num_seqs=1)
     assert {name for name in vars(static) if not name.startswith("_")} == {*NAMES, *ALIASES, "device"}
@@ -57,14 +73,20 @@ def test_built_and_static_metadata_have_exactly_the_table() -> None:
 @pytest.mark.parametrize(
     ("hint", "message"),
     [
-        (torch.Tensor, "Table.broken needs one declaration in its annotation, has 0"),
-        (Annotated[int, device("T", "", Padding.ZERO)], "Table.broken is a int32 tensor and must be of type Tensor"),
-        (Annotated[float, scalar("")], "Table.broken is a int and must be of type int"),
+        (torch.Tensor, "Table.broken needs one Field in its annotation, has 0"),
         (
-            Annotated[torch.Tensor, device("T", "", Padding.ZERO, when=When.OPTIONAL)],
-            "Table.broken is present 'optional'; its type must include None exactly when not 'always'",
+            Annotated[int, device_tensor("T", "", Padding.ZERO)],
+            "Table.broken is an int32 tensor and must be of type Tensor",
         ),
-        (Annotated[torch.Tensor, alias("nothing")], r"Table has an alias of \['nothing'\]"),
+        (Annotated[float, scalar("")], "Table.broken is an int and must be of type int"),
+        (
+            Annotated[torch.Tensor, device_tensor("T", "", Padding.ZERO, presence=Presence.OPTIONAL)],
+            "Table.broken has presence 'optional'; its type must include None exactly when that is not 'always'",
+        ),
+        (
+            Annotated[torch.Tensor, device_tensor("T", "", Padding.ZERO, alias="nothing")],
+            "Table.broken has the alias nothing, which is no property of Table",
+        ),
     ],
 )
 def test_a_member_that_contradicts_itself_is_named(hint: object, message: str) -> None:
@@ -78,18 +100,18 @@ def test_the_header_declares_the_table_in_order() -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_the_header_declares_each_kind(field: object) -> None:
+def test_the_header_declares_each_type(field: object) -> None:
     assert isinstance(field, type(FIELDS[0]))
-    base = {Kind.INT: "int64_t", Kind.BOOL: "bool"}.get(field.kind, "at::Tensor")
-    wanted = base if field.when is When.ALWAYS else f"std::optional<{base}>"
+    base = {FieldType.INT: "int64_t", FieldType.BOOL: "bool"}.get(field.type, "at::Tensor")
+    wanted = base if field.presence is Presence.ALWAYS else f"std::optional<{base}>"
     assert dict(header_properties())[field.name] == wanted
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_every_tensor_says_how_it_is_padded(field: object) -> None:
     assert isinstance(field, type(FIELDS[0]))
-    assert (field.padding is Padding.NONE) == (not field.kind.is_tensor)
-    assert bool(field.shape) == field.kind.is_tensor
+    assert (field.padding is Padding.NONE) == (not field.type.is_tensor)
+    assert bool(field.shape) == field.type.is_tensor
     assert field.doc
 
 

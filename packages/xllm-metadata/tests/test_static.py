@@ -10,9 +10,9 @@ import torch
 from xllm_metadata import (
     FIELDS,
     AttentionMetadata,
+    MemorySpace,
     Padding,
     StaticAttentionMetadata,
-    Where,
     build_attention_metadata,
     validate,
 )
@@ -34,7 +34,7 @@ DECODE = build_attention_metadata([1, 1, 1], [6, 5, 1], [[4, 2], [9, 3], [1]], p
 
 def test_padding_rows_follow_the_table() -> None:
     static = make_static()
-    for name in [field.name for field in FIELDS if field.kind.is_tensor]:
+    for name in [field.name for field in FIELDS if field.type.is_tensor]:
         try:
             static.buffer(name).fill_(77)  # whatever an earlier, larger step left
         except KeyError:
@@ -74,7 +74,7 @@ def test_tails_of_offsets_of_any_length(num_padding: int) -> None:
 def test_host_fields_can_be_filled_later() -> None:
     """And read as this step's sizes before; a later fill makes good for one that was never asked to."""
     static, whole = make_static(), make_static()
-    host = [field.name for field in FIELDS if field.kind.is_tensor and field.where is Where.HOST]
+    host = [field.name for field in FIELDS if field.type.is_tensor and field.memory is MemorySpace.HOST]
     static.fill(DECODE, num_tokens=4, num_seqs=4)
     for step, size in ((build_attention_metadata([1], [2], [[5]], page_size=4), 2), (MIXED, 6)):
         before = {name: static.buffer(name).tolist() for name in host if getattr(whole, name, None) is not None}
@@ -107,7 +107,7 @@ def test_equal_sizes_give_equal_addresses() -> None:
     for step in (DECODE, build_attention_metadata([1], [2], [[5]], page_size=4)):
         static.fill(step, num_tokens=4, num_seqs=4)
         pointers.append([getattr(static, f.name).data_ptr() for f in FIELDS if getattr(static, f.name) is not None
-                         and f.kind.is_tensor])  # fmt: skip
+                         and f.type.is_tensor])  # fmt: skip
     assert pointers[0] == pointers[1]
     assert static.paged_kv_indices.shape == (32,)
 

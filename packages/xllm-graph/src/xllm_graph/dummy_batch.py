@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
 
@@ -30,6 +29,5 @@ def dummy_batch(
         chunked = False
     kv_lens = [min(q_len + chunked, max_model_len) for q_len in q_lens]
     tables = [[0] * -(-kv_len // page_size) for kv_len in kv_lens]
-    # Any, as its class is generated from the field table.
-    step = cast(Any, build_attention_metadata(q_lens, kv_lens, tables, page_size, device))
-    return cast(AttentionMetadata, replace(step, slot_mapping=torch.full_like(step.slot_mapping, -1)))
+    step = build_attention_metadata(q_lens, kv_lens, tables, page_size, device)
+    return replace(step, slot_mapping=torch.full_like(step.slot_mapping, -1))

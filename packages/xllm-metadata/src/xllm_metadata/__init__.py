@@ -4,15 +4,16 @@ Owns the field table and everything that derives from it: the Protocol, the vali
 builder, the C++ headers and the handshake. Knows nothing of attention, models or graphs.
 """
 
-from .builder import BuiltAttentionMetadata, build_attention_metadata
+from .builder import build_attention_metadata
+from .built import BuiltAttentionMetadata
 from .cache import LayerCache
 from .fields import FIELDS
 from .paths import get_cmake_dir, get_include
 from .protocol import AttentionMetadata
+from .schema import Field, FieldType, MemorySpace, Padding, Presence
 from .static import StaticAttentionMetadata
 from .validation import check_present, validate
 from .version import CONTRACT_VERSION, check_contract
-from .vocabulary import Field, Kind, Padding, When, Where
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -20,12 +21,12 @@ __all__ = [
     "AttentionMetadata",
     "BuiltAttentionMetadata",
     "Field",
-    "Kind",
+    "FieldType",
     "LayerCache",
+    "MemorySpace",
     "Padding",
+    "Presence",
     "StaticAttentionMetadata",
-    "When",
-    "Where",
     "build_attention_metadata",
     "check_contract",
     "check_present",

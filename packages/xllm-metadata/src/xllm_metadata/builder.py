@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, make_dataclass
 from itertools import accumulate
-from operator import attrgetter
-from typing import Any
 
 import torch
 
-from .fields import FIELDS
-from .protocol import AttentionMetadata
-from .vocabulary import When
-
-# Generated from the table, so that it cannot lack a field. A type checker cannot follow that, so it is Any to it, and
-# functions say AttentionMetadata.
-BuiltAttentionMetadata: Any = make_dataclass(
-    "BuiltAttentionMetadata",
-    [(f.name, Any) if f.when is When.ALWAYS else (f.name, Any, field(default=None)) for f in FIELDS],
-    frozen=True,
-    slots=True,
-    kw_only=True,
-    namespace={
-        "__module__": __name__,
-        "__doc__": "Metadata of one step as plain tensors, frozen; see `AttentionMetadata` for each field.",
-        **{f.alias: property(attrgetter(f.name)) for f in FIELDS if f.alias},
-    },
-)
+from .built import BuiltAttentionMetadata
 
 
 def build_attention_metadata(
@@ -36,7 +16,7 @@ def build_attention_metadata(
     page_tables: Sequence[Sequence[int]],
     page_size: int,
     device: torch.device | str = "cpu",
-) -> AttentionMetadata:
+) -> BuiltAttentionMetadata:
     """Builds the metadata of one step.
 
     Args:
@@ -71,7 +51,7 @@ def build_attention_metadata(
     last_host = _host_tensor(last_page_lens, device)
     kv_host = _host_tensor([0, *accumulate(kv_lens)], device)
     qo_host = None if is_decode else _host_tensor([0, *accumulate(q_lens)], device)
-    built: AttentionMetadata = BuiltAttentionMetadata(
+    return BuiltAttentionMetadata(
         slot_mapping=_host_tensor(slots, device).to(device),
         paged_kv_indptr=pages_host.to(device),
         paged_kv_indices=_host_tensor(indices, device).to(device),
@@ -87,7 +67,6 @@ def build_attention_metadata(
         is_prefill=is_prefill,
         is_chunked_prefill=not is_decode and not is_prefill,
     )
-    return built
 
 
 def _host_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -7,8 +7,8 @@ import torch
 from .builder import build_attention_metadata
 from .fields import FIELDS
 from .protocol import AttentionMetadata
+from .schema import Field, Presence
 from .version import CONTRACT_VERSION
-from .vocabulary import Field, When
 
 _PAGE = """\
 # The step contract, version {version}
@@ -129,15 +129,15 @@ def _version() -> str:
 
 def _row(field: Field) -> str:
     name = field.name + (f" (alias {field.alias}, same tensor)" if field.alias else "")
-    when = f"optional, for {field.owner}" if field.when is When.OPTIONAL else field.when.value
-    cells = (name, field.shape_text, field.where.value, when, field.padding.value, field.doc)
+    when = f"optional, for {field.used_by}" if field.presence is Presence.OPTIONAL else field.presence.value
+    cells = (name, field.shape_text, field.memory.value, when, field.padding.value, field.doc)
     return "| " + " | ".join(cells) + " |"
 
 
 def _example() -> str:
     step = build_attention_metadata(q_lens=[3, 1], kv_lens=[6, 5], page_tables=[[4, 2], [9, 3]], page_size=4)
     rows = ["| field | value |", "| --- | --- |"]
-    rows += [f"| {field.name} | {_value(step, field)} |" for field in FIELDS if field.when is not When.OPTIONAL]
+    rows += [f"| {field.name} | {_value(step, field)} |" for field in FIELDS if field.presence is not Presence.OPTIONAL]
     return "\n".join(rows)
 
 

@@ -1,58 +1,55 @@
-"""`FIELDS`: the step contract as data, read from the members of `AttentionMetadata`."""
+"""`FIELDS`: the step contract as data, read from the annotations of `AttentionMetadata`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import NoneType, UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 import torch
 
 from .protocol import AttentionMetadata
-from .vocabulary import Declaration, Field, Kind, When
+from .schema import Field, FieldType, Presence
 
 
 def _read_fields(table: type) -> tuple[Field, ...]:
-    """The fields of a Protocol whose members are annotated with a `Declaration`, in order.
+    """Reads the fields of a Protocol, in order. Each member is `Annotated` with one `Field`.
 
     Raises:
-        TypeError: a member without a declaration, or whose type contradicts it; names the member.
+        TypeError: names the member that has no `Field` or whose type contradicts it, or the alias that is no property.
     """
-    members: dict[str, tuple[Any, Declaration]] = {}
+    fields = []
     for name, hint in get_type_hints(table, include_extras=True).items():
-        declarations = [item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Declaration)]
-        if len(declarations) != 1:
-            raise TypeError(f"{table.__name__}.{name} needs one declaration in its annotation, has {len(declarations)}")
-        members[name] = (get_args(hint)[0], declarations[0])
-    aliases = {declared.alias_of: name for name, (_, declared) in members.items() if declared.alias_of is not None}
-    if unknown := sorted(set(aliases) - set(members)):
-        raise TypeError(f"{table.__name__} has an alias of {unknown}, which it does not declare")
-    return tuple(
-        _field(f"{table.__name__}.{name}", declared.named(name, _kind(kind, declared), aliases.get(name)), kind)
-        for name, (kind, declared) in members.items()
-        if declared.alias_of is None
-    )
+        where = f"{table.__name__}.{name}"
+        declared = [item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Field)]
+        if len(declared) != 1:
+            raise TypeError(f"{where} needs one Field in its annotation, has {len(declared)}")
+        (field,) = declared
+        python_type = get_args(hint)[0]
+        if not field.shape and python_type is bool:
+            field = replace(field, type=FieldType.BOOL)
+        _check_type(where, field, python_type)
+        if field.alias is not None and not isinstance(getattr(table, field.alias, None), property):
+            raise TypeError(f"{where} has the alias {field.alias}, which is no property of {table.__name__}")
+        fields.append(replace(field, name=name))
+    return tuple(fields)
 
 
-def _kind(hint: Any, declared: Declaration) -> Kind:
-    if declared.field.shape:
-        return declared.field.kind
-    return Kind.BOOL if hint is bool else Kind.INT
-
-
-def _field(where: str, field: Field, hint: Any) -> Field:
-    arguments = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+def _check_type(where: str, field: Field, python_type: Any) -> None:
+    arguments = get_args(python_type) if get_origin(python_type) is UnionType else (python_type,)
     (base,) = (argument for argument in arguments if argument is not NoneType)
-    expected = torch.Tensor if field.kind.is_tensor else {Kind.INT: int, Kind.BOOL: bool}[field.kind]
+    expected = {FieldType.INT: int, FieldType.BOOL: bool}.get(field.type, torch.Tensor)
     if base is not expected:
-        raise TypeError(f"{where} is a {field.kind.value} and must be of type {expected.__name__}, not {base}")
-    if (NoneType in arguments) != (field.when is not When.ALWAYS):
+        raise TypeError(f"{where} is an {field.type.value} and must be of type {expected.__name__}, not {base}")
+    if (NoneType in arguments) != (field.presence is not Presence.ALWAYS):
         raise TypeError(
-            f"{where} is present {field.when.value!r}; its type must include None exactly when not 'always'"
+            f"{where} has presence {field.presence.value!r}; its type must include None exactly when that is not "
+            "'always'"
         )
-    return field
 
 
 FIELDS: Final[tuple[Field, ...]] = _read_fields(AttentionMetadata)
-"""Every field of the contract, in the order in which the C++ struct declares them."""
+"""Every field of the contract, in the order of the C++ struct's properties."""
 
 FIELDS_BY_NAME: Final[dict[str, Field]] = {field.name: field for field in FIELDS}
+"""`FIELDS` by name."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .vocabulary import Field, Kind, When, Where
+from .schema import Field, FieldType, MemorySpace, Presence
 
 
 def shape_of(field: Field, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ class View:
     limits: tuple[int, ...]  # of the buffer
     tensor: torch.Tensor  # as much of the buffer as is wanted, and there
     live: torch.Tensor | None  # what is not padding of it
-    batch: Where | None  # copied in one launch with the others of this place; None: by itself
+    batch: MemorySpace | None  # copied in one launch with the others of this place; None: by itself
 
     @classmethod
     def of(cls, field: Field, shape: tuple[int, ...], live_shape: tuple[int, ...] | None, buffer: torch.Tensor) -> View:
@@ -39,7 +39,7 @@ class View:
             limits=tuple(buffer.shape),
             tensor=tensor,
             live=None if live_shape is None else tensor[tuple(slice(0, n) for n in live_shape)],
-            batch=field.where if field.kind is Kind.TENSOR_INT32 and len(shape) == 1 else None,
+            batch=field.memory if field.type is FieldType.INT32_TENSOR and len(shape) == 1 else None,
         )
         if live_shape is not None:
             view.check_sizes(live_shape)
@@ -48,7 +48,7 @@ class View:
     def check(self, value: torch.Tensor | None, is_decode: bool) -> None:
         """Raises `ValueError` when the step lacks what it must have, or has what does not fit."""
         if value is None:
-            if self.field.when is When.UNLESS_DECODE and is_decode:
+            if self.field.presence is Presence.UNLESS_DECODE and is_decode:
                 return
             raise ValueError(f"{self.name} is None; this step must have it")
         if self.live_shape is not None and value.shape != self.live_shape:

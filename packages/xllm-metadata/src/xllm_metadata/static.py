@@ -8,33 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .fields import FIELDS
 from .layout import Batch, Layout, View, shape_of
 from .protocol import AttentionMetadata
-from .vocabulary import Field, Kind, Padding, When, Where
-
-# Attributes are set from the table, which a type checker cannot follow: a base of any type lets it accept them.
-if TYPE_CHECKING:
-    from typing import Any as _Members
-else:
-    _Members = object
+from .schema import Field, FieldType, MemorySpace, Padding, Presence
 
 _MAX_LAYOUTS = 1024  # kept; a step of another size costs the views again
 _LINE = 32  # int32 numbers in a cache line
 _MAX_SINGLE = 16  # elements of a tail that are copied one by one with all else, which saves the host a launch
 _Source = torch.Tensor | None
 _SIZED_BY = {  # the field whose length says how many there are in a step
-    symbol: next(field.name for field in FIELDS if field.shape == (symbol,) and field.when is When.ALWAYS)
+    symbol: next(field.name for field in FIELDS if field.shape == (symbol,) and field.presence is Presence.ALWAYS)
     for symbol in ("T", "B")
 }
-_DTYPES = {Kind.TENSOR_INT32: torch.int32, Kind.TENSOR_BOOL: torch.bool}
 
 
-class StaticAttentionMetadata(_Members):  # type: ignore[misc]
+class StaticAttentionMetadata:
     """Metadata of a step in buffers that never move; satisfies `AttentionMetadata` after `fill`.
 
     Every field of `FIELDS` is an attribute. A tensor field reads as the leading part of its buffer that the last
@@ -52,6 +45,31 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
     Raises:
         ValueError: a size below 1 or an unknown optional field.
     """
+
+    slot_mapping: torch.Tensor
+    paged_kv_indptr: torch.Tensor
+    paged_kv_indices: torch.Tensor
+    paged_kv_last_page_len: torch.Tensor
+    kv_cu_seq_lens: torch.Tensor
+    qo_indptr: torch.Tensor | None
+    kv_seq_lens_host: torch.Tensor
+    paged_kv_indptr_host: torch.Tensor
+    paged_kv_last_page_len_host: torch.Tensor
+    qo_indptr_host: torch.Tensor | None
+    max_query_len: int
+    max_seq_len: int
+    is_prefill: bool
+    is_chunked_prefill: bool
+
+    block_table: torch.Tensor | None
+    kv_seq_lens: torch.Tensor | None
+    q_seq_lens: torch.Tensor | None
+    linear_state_indices: torch.Tensor | None
+    has_initial_state: torch.Tensor | None
+    dp_token_counts: torch.Tensor | None
+    dp_is_decode: torch.Tensor | None
+
+    q_cu_seq_lens: torch.Tensor | None  # alias of qo_indptr
 
     def __init__(
         self,
@@ -74,19 +92,19 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         for symbol, size in self._capacity.items():
             if size < 1:
                 raise ValueError(f"capacity of {symbol} is {size}; it must be at least 1")
-        known = {field.name for field in FIELDS if field.when is When.OPTIONAL}
+        known = {field.name for field in FIELDS if field.presence is Presence.OPTIONAL}
         if unknown := sorted(set(optional) - known):
             raise ValueError(f"unknown optional fields {unknown}; known are {sorted(known)}")
         self.device = torch.device(device)
         self._buffers: dict[str, torch.Tensor] = {}
-        self._offsets: dict[Where, torch.Tensor] = {}  # buffers that repeat their last value, one below the other
+        self._offsets: dict[MemorySpace, torch.Tensor] = {}  # buffers that repeat their last value, one below the other
         self._scalars: list[str] = []
         self._held: list[Field] = []
         for field in FIELDS:
-            if not field.kind.is_tensor:
+            if not field.type.is_tensor:
                 self._scalars.append(field.name)
-                setattr(self, field.name, False if field.kind is Kind.BOOL else 0)
-            elif field.when is When.OPTIONAL and field.name not in optional:
+                setattr(self, field.name, False if field.type is FieldType.BOOL else 0)
+            elif field.presence is Presence.OPTIONAL and field.name not in optional:
                 setattr(self, field.name, None)
             else:
                 self._held.append(field)
@@ -98,13 +116,13 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         self._read_scalars = attrgetter(*self._scalars)
         # Ordinary tensors even when made in inference mode: later fills may not be.
         with torch.inference_mode(False):
-            for place in (Where.DEVICE, Where.HOST):
-                self._allocate([field for field in self._held if field.where is place])
+            for place in (MemorySpace.DEVICE, MemorySpace.HOST):
+                self._allocate([field for field in self._held if field.memory is place])
         # What tails of constant padding are copied from, so that one launch does them and the live parts.
         rows = max(max_num_tokens, max_num_seqs + 1)
         self._constants = {
             (place, value): torch.full((rows,), value, dtype=torch.int32, device=device)
-            for place, device in ((Where.DEVICE, self.device), (Where.HOST, "cpu"))
+            for place, device in ((MemorySpace.DEVICE, self.device), (MemorySpace.HOST, "cpu"))
             for value in (0, -1)
         }
         self._layouts: dict[tuple[object, ...], Layout] = {}
@@ -239,22 +257,25 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
             if live_shape is None and constant is not None:
                 cleared.append((index, view.tensor, constant))
         first, last = live["B"], padded["B"]
-        repeats: dict[Where, list[tuple[torch.Tensor, torch.Tensor]]] = {Where.DEVICE: [], Where.HOST: []}
+        repeats: dict[MemorySpace, list[tuple[torch.Tensor, torch.Tensor]]] = {
+            MemorySpace.DEVICE: [],
+            MemorySpace.HOST: [],
+        }
         for place, offsets in self._offsets.items():
             if first < last and not _is_single(place, last - first):
                 tail, last_value = offsets[:, first + 1 : last + 1], offsets[:, first : first + 1]
                 repeats[place].append((tail, last_value.expand_as(tail)))
         return Layout(
             shown=tuple(shown),
-            device=self._batch(views, Where.DEVICE),
-            host=self._batch(views, Where.HOST),
+            device=self._batch(views, MemorySpace.DEVICE),
+            host=self._batch(views, MemorySpace.HOST),
             alone=self._batch(views, None),
             cleared=tuple(cleared),
-            device_repeats=tuple(repeats[Where.DEVICE]),
-            host_repeats=tuple(repeats[Where.HOST]),
+            device_repeats=tuple(repeats[MemorySpace.DEVICE]),
+            host_repeats=tuple(repeats[MemorySpace.HOST]),
         )
 
-    def _batch(self, views: dict[int, View], place: Where | None) -> Batch:
+    def _batch(self, views: dict[int, View], place: MemorySpace | None) -> Batch:
         """Those of the views, by index of their fields, that are copied together."""
         fields, live, tails, constants, own_sized, repeated = [], [], [], [], [], []
         for index, view in views.items():
@@ -289,7 +310,7 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         """Buffers of fields that lie in the same place. Those that repeat their last value are padded together."""
         if not fields:
             return
-        on_host = fields[0].where is Where.HOST
+        on_host = fields[0].memory is MemorySpace.HOST
         options: dict[str, Any] = {
             "device": "cpu" if on_host else self.device,
             "pin_memory": on_host and self.device.type == "cuda",
@@ -298,13 +319,13 @@ class StaticAttentionMetadata(_Members):  # type: ignore[misc]
         for field in fields:
             if field not in repeating:
                 self._buffers[field.name] = torch.zeros(
-                    shape_of(field, self._capacity), dtype=_DTYPES[field.kind], **options
+                    shape_of(field, self._capacity), dtype=field.type.dtype, **options
                 )
         if repeating:
             size = self._capacity["B"] + 1
             # Rows of whole cache lines, so that each begins as an allocation does.
             offsets = torch.zeros((len(repeating), -(-size // _LINE) * _LINE), dtype=torch.int32, **options)
-            self._offsets[fields[0].where] = offsets
+            self._offsets[fields[0].memory] = offsets
             self._buffers |= {field.name: row[:size] for field, row in zip(repeating, offsets, strict=True)}
 
 
@@ -320,9 +341,9 @@ def _copy(
         target.copy_(source, non_blocking=True)
 
 
-def _is_single(place: Where | None, num_elements: int) -> bool:
+def _is_single(place: MemorySpace | None, num_elements: int) -> bool:
     """Whether a tail that repeats a last value is copied element by element."""
-    return place is Where.DEVICE and num_elements <= _MAX_SINGLE
+    return place is MemorySpace.DEVICE and num_elements <= _MAX_SINGLE
 
 
 def _is_sized(field: Field) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from .fields import FIELDS
 from .protocol import AttentionMetadata
-from .vocabulary import Field, Kind, When, Where
+from .schema import Field, FieldType, MemorySpace, Presence
 
 _MIRRORS = {
     "kv_seq_lens_host": "kv_cu_seq_lens",
@@ -21,9 +21,8 @@ _MIRRORS = {
     "qo_indptr_host": "qo_indptr",
 }
 _INDPTRS = ("paged_kv_indptr", "kv_cu_seq_lens", "qo_indptr")
-_ALWAYS = tuple(field.name for field in FIELDS if field.when is When.ALWAYS)
-_UNLESS_DECODE = tuple(field.name for field in FIELDS if field.when is When.UNLESS_DECODE)
-_DTYPES = {Kind.TENSOR_INT32: torch.int32, Kind.TENSOR_BOOL: torch.bool}
+_ALWAYS = tuple(field.name for field in FIELDS if field.presence is Presence.ALWAYS)
+_UNLESS_DECODE = tuple(field.name for field in FIELDS if field.presence is Presence.UNLESS_DECODE)
 
 
 def check_present(metadata: AttentionMetadata) -> None:
@@ -69,7 +68,7 @@ def validate(
     values = {
         field.name: getattr(metadata, field.name).tolist()
         for field in FIELDS
-        if field.kind.is_tensor and len(field.shape) == 1 and getattr(metadata, field.name) is not None
+        if field.type.is_tensor and len(field.shape) == 1 and getattr(metadata, field.name) is not None
     }
     for host, device in _MIRRORS.items():
         if host in values and values[host] != values[device]:
@@ -103,17 +102,17 @@ def _check_flags(metadata: AttentionMetadata) -> bool:
 
 def _check_field(field: Field, metadata: AttentionMetadata, sizes: dict[str, int], decode: bool) -> None:
     value = getattr(metadata, field.name)
-    if not field.kind.is_tensor:
-        if field.kind is Kind.INT and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+    if not field.type.is_tensor:
+        if field.type is FieldType.INT and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ValueError(f"{field.name} is {value!r}; it must be an int of at least 0")
         return
     if value is None:
         return
-    if decode and field.when is When.UNLESS_DECODE:
+    if decode and field.presence is Presence.UNLESS_DECODE:
         raise ValueError(f"{field.name} is there, with shape {list(value.shape)}; in a decode step it must be None")
-    if value.dtype is not _DTYPES[field.kind]:
-        raise ValueError(f"{field.name} has dtype {value.dtype}; it must be {_DTYPES[field.kind]}")
-    expected = torch.device("cpu") if field.where is Where.HOST else metadata.slot_mapping.device
+    if value.dtype is not field.type.dtype:
+        raise ValueError(f"{field.name} has dtype {value.dtype}; it must be {field.type.dtype}")
+    expected = torch.device("cpu") if field.memory is MemorySpace.HOST else metadata.slot_mapping.device
     if value.device != expected or value.device.type == "meta":
         raise ValueError(f"{field.name} is on device {value.device}; it must be on {expected}")
     if value.dim() != len(field.shape):

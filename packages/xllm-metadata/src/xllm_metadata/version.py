@@ -1,9 +1,15 @@
-"""The contract's version and the handshake that compares two sides. Owns no field: `FIELDS` does.
+"""The contract's version, and the handshake that compares the C++ side with the Python side.
 
-The version rule. A *major* version changes when a field is removed, renamed, or changes kind, place or presence: both
-sides must then be of the same major version. A *minor* version may only add fields, and only optional ones: a newer C++
-side works with an older Python side, which ignores what it does not know, and the other way round an older C++
-side leaves the newer optional fields absent.
+The version rule:
+
+- The *major* version changes when a field is removed or renamed, or its type, memory, presence or meaning changes.
+  Both sides must have the same major version.
+- The *minor* version changes when optional fields are added, and for nothing else. The new fields carry it in `since`.
+  So no field is newer than `CONTRACT_VERSION`, and a minor version above 0 has a field of exactly that version.
+- `version.h` has the same version, so that a C++ build carries it.
+
+A C++ side with a newer minor version works: Python ignores the optional fields that it does not know. A C++ side with
+an older minor version works too: it leaves the newer optional fields absent.
 """
 
 from __future__ import annotations
@@ -12,44 +18,61 @@ from collections.abc import Sequence
 from typing import Final
 
 from .fields import FIELDS, FIELDS_BY_NAME
-from .vocabulary import Field, When
+from .schema import Field, Presence
 
 CONTRACT_VERSION: Final[tuple[int, int]] = (1, 0)
-"""(major, minor) of the step contract that this package speaks."""
+"""(major, minor) of the step contract. `check_version` holds it against the table when this module is imported."""
 
 FieldDescription = tuple[str, str, bool]
-"""A field as the C++ side reports it: name, kind ("tensor", "int" or "bool"), whether it is optional."""
+"""A field as the C++ side reports it: name, type ("tensor", "int" or "bool"), whether it is optional."""
 
 
-def describe_fields() -> list[FieldDescription]:
-    """This side's fields as the handshake compares them."""
-    return [(field.name, field.kind.value, field.when is not When.ALWAYS) for field in FIELDS]
+def check_version(fields: Sequence[Field], version: tuple[int, int]) -> None:
+    """Checks a table and its version against the version rule.
+
+    Raises:
+        ValueError: a field newer than the version, a field that a minor version added and that is not optional, or a
+            minor version that added no field.
+    """
+    for field in fields:
+        if field.since > version:
+            raise ValueError(
+                f"field {field.name} has since={field.since}; the contract's version is {version}: raise "
+                "CONTRACT_VERSION and version.h"
+            )
+        if field.since[0] == version[0] and field.since[1] > 0 and field.presence is not Presence.OPTIONAL:
+            raise ValueError(
+                f"field {field.name} has since={field.since} and presence {field.presence.value!r}; a minor version "
+                "adds optional fields only"
+            )
+    if version[1] > 0 and all(field.since != version for field in fields):
+        raise ValueError(f"the contract's version is {version}; no field has that in since, so no field was added")
 
 
 def check_contract(version: tuple[int, int], fields: Sequence[FieldDescription]) -> None:
-    """Compares the contract that a C++ side was compiled against with this one, once, when the bridge starts.
+    """Compares the contract of a C++ side with this one. The bridge calls it once, when it starts.
 
     Args:
         version: (major, minor) compiled into the C++ side.
         fields: every property of its metadata struct.
 
     Raises:
-        RuntimeError: lists every difference that matters, not only the first.
+        RuntimeError: lists every difference that the version rule does not allow.
     """
     problems: list[str] = []
     if version[0] != CONTRACT_VERSION[0]:
         problems.append(
             f"major version: C++ has {version[0]}.{version[1]}, Python has {CONTRACT_VERSION[0]}.{CONTRACT_VERSION[1]}"
         )
-    theirs = {name: (kind, optional) for name, kind, optional in fields}
+    theirs = {name: (type_name, optional) for name, type_name, optional in fields}
     for field in FIELDS:
         if field.name in theirs:
-            problems += _kind_problems(field, *theirs[field.name])
-        elif field.when is not When.OPTIONAL or field.since <= version:
+            problems += _differences(field, *theirs[field.name])
+        elif field.presence is not Presence.OPTIONAL or field.since <= version:
             problems.append(f"field {field.name} ({field.shape_text}): missing in C++")
-    for name, (kind, optional) in theirs.items():
+    for name, (type_name, optional) in theirs.items():
         if name not in FIELDS_BY_NAME and not (optional and version > CONTRACT_VERSION):
-            problems.append(f"field {name} ({kind}): unknown to Python")
+            problems.append(f"field {name} ({type_name}): unknown to Python")
     if problems:
         raise RuntimeError(
             "the C++ side and xllm_metadata disagree on the step contract; rebuild the C++ side against "
@@ -57,13 +80,16 @@ def check_contract(version: tuple[int, int], fields: Sequence[FieldDescription])
         )
 
 
-def _kind_problems(field: Field, kind: str, optional: bool) -> list[str]:
+def _differences(field: Field, type_name: str, optional: bool) -> list[str]:
     problems: list[str] = []
-    ours_optional = field.when is not When.ALWAYS
-    # A C++ tensor has no static dtype: its kind is "tensor", and validate checks the dtype of each step.
-    if kind != field.kind.value and not (kind == "tensor" and field.kind.is_tensor):
-        problems.append(f"field {field.name}: C++ has {kind}, Python has {field.kind.value}")
+    ours_optional = field.presence is not Presence.ALWAYS
+    # A C++ tensor has no static dtype, so its type is "tensor". `validate` checks dtypes.
+    if type_name != field.type.value and not (type_name == "tensor" and field.type.is_tensor):
+        problems.append(f"field {field.name}: C++ has {type_name}, Python has {field.type.value}")
     if optional != ours_optional:
         words = {True: "optional", False: "always present"}
         problems.append(f"field {field.name}: C++ says {words[optional]}, Python says {words[ours_optional]}")
     return problems
+
+
+check_version(FIELDS, CONTRACT_VERSION)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from xllm_metadata import (
     AttentionMetadata,
+    BuiltAttentionMetadata,
     LayerCache,
     StaticAttentionMetadata,
     build_attention_metadata,
@@ -142,13 +142,14 @@ def write(cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tens
             tensor[slot // page_size, slot % page_size] = value
 
 
-def _as_decode(metadata: AttentionMetadata, num_rows: int, slots: list[int], live_rows: list[int]) -> AttentionMetadata:
+def _as_decode(
+    metadata: BuiltAttentionMetadata, num_rows: int, slots: list[int], live_rows: list[int]
+) -> BuiltAttentionMetadata:
     """Turns the metadata of rows with one or no token into a decode step in which every row has one."""
     slot_mapping = metadata.slot_mapping.new_full((num_rows,), -1)
     slot_mapping[live_rows] = torch.tensor(slots, dtype=torch.int32, device=slot_mapping.device)
-    built: Any = metadata  # the builder's results are dataclasses
-    decode: AttentionMetadata = replace(
-        built,
+    return replace(
+        metadata,
         slot_mapping=slot_mapping,
         qo_indptr=None,
         qo_indptr_host=None,
@@ -156,7 +157,6 @@ def _as_decode(metadata: AttentionMetadata, num_rows: int, slots: list[int], liv
         is_prefill=False,
         is_chunked_prefill=False,
     )
-    return decode
 
 
 def _page_tables(case: Case, rng: random.Random) -> tuple[list[list[int]], int]:

@@ -241,5 +241,4 @@ def _live(metadata: StaticAttentionMetadata) -> AttentionMetadata:
     fields = {field.name: getattr(metadata, field.name) for field in FIELDS}
     fields["paged_kv_indices"] = fields["paged_kv_indices"][: int(metadata.paged_kv_indptr_host[-1])]
     fields["max_query_len"] = 1  # scalars are not padded: a step without a sequence says 0, its padded rows have 1
-    built: AttentionMetadata = BuiltAttentionMetadata(**fields)
-    return built
+    return BuiltAttentionMetadata(**fields)
