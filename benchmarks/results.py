@@ -54,6 +54,10 @@ def read(path: Path, benchmark: str) -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
+    # The module that is in use: a copy elsewhere on the path may come without metadata and hide an installed version.
+    loaded = sys.modules.get(name.removesuffix("-python"))
+    if (version := getattr(loaded, "__version__", None)) is not None:
+        return str(version)
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

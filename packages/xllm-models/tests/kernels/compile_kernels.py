@@ -62,8 +62,9 @@ def cases() -> Iterator[Case]:
     for bias in (False, True):
         yield linear._vector_kernel, [B, B, B, B], [1024, 4096, 1024, 2, 1024, bias], {"num_warps": 4}
         for rows in (8, 16):
-            for block_k, split, stages in ((256, 1, 3), (64, 4, 5)):
-                constants = [2048, 2048, 1024, 2048, rows, 16, block_k, split, bias, "tf32"]
+            for num_outputs in (1024, 4096):
+                block_n, block_k, split, stages = linear.few_rows_tiles(num_outputs)
+                constants = [2048, 2048, num_outputs, 2048, rows, block_n, block_k, split, bias, "tf32"]
                 options = {"num_warps": split, "num_stages": stages}
                 yield linear._launch_rows._kernel, [B, B, B, B, "i32"], constants, options
     yield moe_layout._route_kernel, [B, B, I], [128, 128, 8, True, 128, 8], {"num_warps": 1}
@@ -90,6 +91,12 @@ def compile_case(kernel: Any, types: list[str], constants: list[Any], options: d
     assert compiled["cubin"]
     if kernel is rotary._rotary_kernel and constexprs["spread"] == 1:  # all that it loads has the shape it is used in
         assert "bar.sync" not in compiled["ptx"]
+    if kernel.__name__ == "_rows_kernel":
+        # The batch dimension of a product is the slowest one in shared memory. Where it is not, the rows that one
+        # ldmatrix reads fall into one bank.
+        orders = re.findall(r"swizzled_shared<.*order = \[([^]]*)\]", compiled["ttgir"])
+        assert orders, "the operands do not go through shared memory"
+        assert all(order.endswith(" 0") for order in orders), f"shared memory orders {orders}"
     before, wait, _ = compiled["ptx"].partition("griddepcontrol.wait")
     assert bool(wait) == ("OVERLAP" in constexprs), kernel.__name__
     assert not wait or not re.search(r"\b(ld|st|atom|red)\.global", before), f"{kernel.__name__} does not wait first"
