@@ -44,7 +44,7 @@ def test_interpreted_ranks_sum_and_gather_through_shared_memory(tmp_path: Path, 
         for rank in range(size)
     ]
     try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
