@@ -36,7 +36,7 @@ def test_padding_rows_follow_the_table() -> None:
     static = make_static()
     for name in [field.name for field in FIELDS if field.type.is_tensor]:
         try:
-            static.buffer(name).fill_(77)  # whatever an earlier, larger step left
+            static.buffer(name).fill_(77)  # as an earlier, larger step might have left
         except KeyError:
             assert getattr(static, name) is None
     static.fill(MIXED, num_tokens=8, num_seqs=4)
@@ -60,7 +60,7 @@ def test_padding_rows_follow_the_table() -> None:
 
 @pytest.mark.parametrize("num_padding", [1, 15, 16, 17, 40])
 def test_tails_of_offsets_of_any_length(num_padding: int) -> None:
-    """Short ones are copied with all else, long ones behind it."""
+    """Short tails are copied in the batch, long ones after it."""
     size = 3 + num_padding
     static = StaticAttentionMetadata(max_num_tokens=size, max_num_seqs=size, max_num_pages=64, device="cpu")
     for lens in ([6, 5, 1], [3, 2, 9]):
@@ -72,7 +72,7 @@ def test_tails_of_offsets_of_any_length(num_padding: int) -> None:
 
 
 def test_host_fields_can_be_filled_later() -> None:
-    """And read as this step's sizes before; a later fill makes good for one that was never asked to."""
+    """Until then they have this step's sizes and old values. A later fill replaces one that was never completed."""
     static, whole = make_static(), make_static()
     host = [field.name for field in FIELDS if field.type.is_tensor and field.memory is MemorySpace.HOST]
     static.fill(DECODE, num_tokens=4, num_seqs=4)
@@ -82,7 +82,7 @@ def test_host_fields_can_be_filled_later() -> None:
         whole.fill(step, num_tokens=size, num_seqs=size)
         assert {name: static.buffer(name).tolist() for name in before} == before
         assert static.kv_seq_lens_host.shape == (size + 1,)
-        for _ in range(2):  # again is nothing
+        for _ in range(2):  # the second call does nothing
             static.fill_host()
             assert all(torch.equal(getattr(static, name), getattr(whole, name)) for name in before)
     static.fill(DECODE, num_tokens=4, num_seqs=4, host=False)
@@ -169,13 +169,13 @@ def test_too_many_pages_and_missing_fields_are_named() -> None:
         small.fill(MIXED, num_tokens=8, num_seqs=4)
     with pytest.raises(ValueError, match="qo_indptr is None; this step must have it"):
         make_static().fill(dataclasses.replace(MIXED, qo_indptr=None), num_tokens=8, num_seqs=4)
-    with pytest.raises(ValueError, match=r"unknown optional fields .'nope'."):
+    with pytest.raises(ValueError, match=r"no static buffers for optional fields .'nope'."):
         make_static(optional=["nope"])
     with pytest.raises(ValueError, match="capacity of B is 0"):
         StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=0, max_num_pages=1, device="cpu")
 
 
-def test_what_lies_beside_is_copied_too() -> None:
+def test_extra_copies_join_the_fill() -> None:
     static = make_static()
     target, source = torch.zeros(3, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
     static.fill(DECODE, num_tokens=4, num_seqs=4, extra_copies=[(target, source)])
@@ -226,7 +226,10 @@ def test_a_step_is_filled_as_if_it_were_the_first() -> None:
         (dataclasses.replace(steps[0], block_table=None), "block_table is None"),
         (dataclasses.replace(steps[2], qo_indptr_host=None), "qo_indptr_host is None"),
         (dataclasses.replace(steps[0], is_chunked_prefill=True), "qo_indptr is None"),
-        (dataclasses.replace(steps[0], kv_seq_lens_host=torch.zeros(4, dtype=torch.int32)), "kv_seq_lens_host is .4."),
+        (
+            dataclasses.replace(steps[0], kv_seq_lens_host=torch.zeros(4, dtype=torch.int32)),
+            "kv_seq_lens_host has shape",
+        ),
         (dataclasses.replace(steps[0], paged_kv_indices=torch.zeros(33, dtype=torch.int32)), "P is 33 in the step"),
     ]
     static = make_static(**optional)
@@ -234,7 +237,7 @@ def test_a_step_is_filled_as_if_it_were_the_first() -> None:
         size = 4 if number % 3 else 3
         fresh = make_static(**optional)
         for one in (static, fresh):
-            for buffer in one._buffers.values():
+            for buffer in one._buffers.by_name.values():
                 buffer.fill_(7)
             one.fill(steps[index], num_tokens=size, num_seqs=size)
         assert contents(static) == contents(fresh)

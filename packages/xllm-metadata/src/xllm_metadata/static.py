@@ -1,7 +1,19 @@
-"""`StaticAttentionMetadata`: persistent buffers that hold one step's metadata at fixed addresses.
+"""`StaticAttentionMetadata`: one step's metadata in buffers at fixed addresses, as a captured graph needs it.
 
-Owns the buffers, how they are filled and how padding rows look; what is padded with what is read from `FIELDS`. Knows
-nothing of graphs: a runner decides when to fill and to which size.
+How a fill works:
+
+- A fill reads the step's fields once and looks up a `CopyPlan` by the step's shape: live and padded sizes, decode or
+  not, fields present. The plan holds every target view. Making a view costs the host about a microsecond, so views are
+  made once per shape.
+- One batched copy (`torch._foreach_copy_`) writes all int32 device fields: live parts and padding. A launch costs the
+  host microseconds of a decode step of about a millisecond. So padding has no launch of its own: constant padding is
+  copied from constant tensors, and a short tail of repeated offsets element by element from the last live offset.
+- The runner's token inputs join the same launch as `extra_copies`.
+- A second call copies the host mirrors. `fill(host=False)` leaves them to `fill_host`, which a runner calls after it
+  has enqueued the step: the copies then overlap with the device's work.
+
+`buffers` allocates, `copy_plan` describes the copies, and this module does them. What pads a field is read from
+`FIELDS`. A graph runner decides when to fill, and to which size.
 """
 
 from __future__ import annotations
@@ -12,40 +24,34 @@ from typing import Any
 
 import torch
 
+from .buffers import Buffers, is_variable_length
+from .copy_plan import CopyBatch, CopyPair, CopyPlan, FieldView, make_copy_plan
 from .fields import FIELDS
-from .layout import Batch, Layout, View, shape_of
 from .protocol import AttentionMetadata
-from .schema import Field, FieldType, MemorySpace, Padding, Presence
+from .schema import FieldType
 
-_MAX_LAYOUTS = 1024  # kept; a step of another size costs the views again
-_LINE = 32  # int32 numbers in a cache line
-_MAX_SINGLE = 16  # elements of a tail that are copied one by one with all else, which saves the host a launch
-_Source = torch.Tensor | None
-_SIZED_BY = {  # the field whose length says how many there are in a step
-    symbol: next(field.name for field in FIELDS if field.shape == (symbol,) and field.presence is Presence.ALWAYS)
-    for symbol in ("T", "B")
-}
+_MAX_PLANS = 1024  # cached; beyond that the cache starts again
 
 
 class StaticAttentionMetadata:
-    """Metadata of a step in buffers that never move; satisfies `AttentionMetadata` after `fill`.
+    """Static buffers for a step's metadata; satisfies `AttentionMetadata` after `fill`.
 
-    Every field of `FIELDS` is an attribute. A tensor field reads as the leading part of its buffer that the last
-    `fill` asked for, so that equal sizes always give equal addresses; `paged_kv_indices` reads as the whole buffer.
+    A tensor attribute is the leading part of its buffer at the padded size of the last `fill`: equal sizes give equal
+    addresses. `paged_kv_indices` is the whole buffer. A field that has no buffer, or that the last step lacks, is None.
 
     Args:
-        max_num_tokens: T at most.
-        max_num_seqs: B at most.
-        max_num_pages: P at most, all sequences together.
-        device: of the device fields. Host fields are pinned when this is a CUDA device.
-        optional: names of optional fields to hold; those not named stay None.
-        max_pages_per_seq: W at most (`block_table`).
-        num_dp_ranks: R (`dp_token_counts`, `dp_is_decode`).
+        max_num_tokens: largest T.
+        max_num_seqs: largest B.
+        max_num_pages: largest P, all sequences together.
+        device: device of the device fields. Host fields are pinned when this is a CUDA device.
+        optional: names of optional fields that get buffers. Fields sized by R cannot: no model needs them yet.
+        max_pages_per_seq: largest W (`block_table`).
 
     Raises:
-        ValueError: a size below 1 or an unknown optional field.
+        ValueError: a size below 1, or an optional field that cannot have a buffer.
     """
 
+    # The fields of the table, for editors and type checkers. A test compares them.
     slot_mapping: torch.Tensor
     paged_kv_indptr: torch.Tensor
     paged_kv_indices: torch.Tensor
@@ -80,59 +86,29 @@ class StaticAttentionMetadata:
         device: torch.device | str,
         optional: Collection[str] = (),
         max_pages_per_seq: int = 1,
-        num_dp_ranks: int = 1,
     ) -> None:
-        self._capacity = {
-            "T": max_num_tokens,
-            "B": max_num_seqs,
-            "P": max_num_pages,
-            "W": max_pages_per_seq,
-            "R": num_dp_ranks,
-        }
-        for symbol, size in self._capacity.items():
-            if size < 1:
-                raise ValueError(f"capacity of {symbol} is {size}; it must be at least 1")
-        known = {field.name for field in FIELDS if field.presence is Presence.OPTIONAL}
-        if unknown := sorted(set(optional) - known):
-            raise ValueError(f"unknown optional fields {unknown}; known are {sorted(known)}")
+        capacity = {"T": max_num_tokens, "B": max_num_seqs, "P": max_num_pages, "W": max_pages_per_seq}
         self.device = torch.device(device)
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._offsets: dict[MemorySpace, torch.Tensor] = {}  # buffers that repeat their last value, one below the other
-        self._scalars: list[str] = []
-        self._held: list[Field] = []
+        self._buffers = Buffers.allocate(capacity, optional, self.device)
+        self._num_fixed = sum(not is_variable_length(field) for field in self._buffers.fields)
+        self._scalars = [field.name for field in FIELDS if not field.type.is_tensor]
         for field in FIELDS:
             if not field.type.is_tensor:
-                self._scalars.append(field.name)
                 setattr(self, field.name, False if field.type is FieldType.BOOL else 0)
-            elif field.presence is Presence.OPTIONAL and field.name not in optional:
+            elif field.name not in self._buffers.by_name:
                 setattr(self, field.name, None)
-            else:
-                self._held.append(field)
-        # Those whose size T and B do not tell come last.
-        self._held.sort(key=lambda field: not _is_sized(field))
-        self._num_sized = sum(map(_is_sized, self._held))
-        # One call each reads a step: its fields are read once, whatever they cost.
-        self._read = attrgetter(*(field.name for field in self._held))
+        # Each reads all its fields of a step in one call: a read of a C++ view is not free.
+        self._read = attrgetter(*(field.name for field in self._buffers.fields))
         self._read_scalars = attrgetter(*self._scalars)
-        # Ordinary tensors even when made in inference mode: later fills may not be.
-        with torch.inference_mode(False):
-            for place in (MemorySpace.DEVICE, MemorySpace.HOST):
-                self._allocate([field for field in self._held if field.memory is place])
-        # What tails of constant padding are copied from, so that one launch does them and the live parts.
-        rows = max(max_num_tokens, max_num_seqs + 1)
-        self._constants = {
-            (place, value): torch.full((rows,), value, dtype=torch.int32, device=device)
-            for place, device in ((MemorySpace.DEVICE, self.device), (MemorySpace.HOST, "cpu"))
-            for value in (0, -1)
-        }
-        self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._own_targets: dict[View, tuple[torch.Size, torch.Tensor]] = {}  # the last one of each
-        self._shown: Layout | None = None  # what the attributes of the tensor fields were last set for
-        self._host_rest: tuple[Layout, tuple[Any, ...], bool] | None = None  # of the last fill, if any was left out
+        self._plans: dict[tuple[object, ...], CopyPlan] = {}
+        self._aliased: CopyPlan | None = None  # the plan whose aliased_views are this object's attributes
+        self._pending_host: tuple[CopyPlan, tuple[Any, ...], bool] | None = None  # arguments of the next fill_host
+        # Last target of each variable-length field, and its shape.
+        self._variable_targets: dict[FieldView, tuple[torch.Size, torch.Tensor]] = {}
 
     def buffer(self, name: str) -> torch.Tensor:
-        """The whole buffer of a tensor field. Raises `KeyError` for a field that is not held."""
-        return self._buffers[name]
+        """The whole buffer of a tensor field. Raises `KeyError` for a field that has none."""
+        return self._buffers.by_name[name]
 
     def fill(
         self,
@@ -140,7 +116,7 @@ class StaticAttentionMetadata:
         *,
         num_tokens: int,
         num_seqs: int,
-        extra_copies: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+        extra_copies: Iterable[CopyPair] = (),
         host: bool = True,
     ) -> None:
         """Copies a step's metadata into the buffers and pads it to `num_tokens` tokens and `num_seqs` sequences.
@@ -148,11 +124,11 @@ class StaticAttentionMetadata:
         Enqueues copies on the current stream; never waits for the device.
 
         Args:
-            metadata: of the step.
+            metadata: the step's.
             num_tokens, num_seqs: T and B after padding.
             extra_copies: (target, source) pairs of int32 device tensors of equal shape, copied in the same launch.
-            host: whether host fields are filled now; else they keep an earlier step's values, at this step's sizes,
-                until `fill_host`, which is for the time while the device is at work already.
+            host: whether to fill the host fields now. If not, they have this step's sizes and an earlier step's values
+                until `fill_host`.
 
         Raises:
             ValueError: the padded size is below the live size or above the capacity, or a field that must be present
@@ -160,192 +136,85 @@ class StaticAttentionMetadata:
         """
         is_decode = not (metadata.is_prefill or metadata.is_chunked_prefill)
         sources = self._read(metadata)
-        layout = self._layout(sources, is_decode, num_tokens, num_seqs)
-        on_device, alone = self._copies(layout.device, sources, is_decode), None
-        if not layout.alone.is_empty:
-            alone = self._copies(layout.alone, sources, is_decode)
-        if layout.host.own_sized:
-            self._copies(layout.host, sources, is_decode)  # what does not fit is refused now
-        if layout is not self._shown:  # attributes cost as much as copies
-            self._shown = layout
-            self.__dict__.update(layout.shown)
-        for index, target, constant in layout.cleared:
+        plan = self._plan(sources, is_decode, num_tokens, num_seqs)
+        # All checks come before the first write.
+        targets, copied = self._copies(plan.device, sources, is_decode)
+        unbatched = None if plan.unbatched.is_empty else self._copies(plan.unbatched, sources, is_decode)
+        if plan.host.variable_length:
+            self._copies(plan.host, sources, is_decode)
+        if plan is not self._aliased:  # setting the attributes costs the host as much as the copies
+            self._aliased = plan
+            self.__dict__.update(plan.aliased_views)
+        for index, target, constant in plan.tail_fills:
             if sources[index].shape != target.shape:
                 target.fill_(constant)
         for target, source in extra_copies:
-            on_device[0].append(target)
-            on_device[1].append(source)
-        _copy(*on_device, layout.device_repeats)
-        if alone is not None:
-            for target, source in zip(*alone, strict=True):
+            targets.append(target)
+            copied.append(source)
+        _copy(targets, copied, plan.device.repeat_last_rows)
+        if unbatched is not None:
+            for target, source in zip(*unbatched, strict=True):
                 target.copy_(source, non_blocking=True)
         self.__dict__.update(zip(self._scalars, self._read_scalars(metadata), strict=True))
-        self._host_rest = layout, sources, is_decode
+        self._pending_host = plan, sources, is_decode
         if host:
             self.fill_host()
 
     def fill_host(self) -> None:
-        """Fills the host fields that the last `fill` left out, from that step's memory; nothing if it left out none."""
-        rest, self._host_rest = self._host_rest, None
-        if rest is not None:
-            layout, sources, is_decode = rest
-            _copy(*self._copies(layout.host, sources, is_decode), layout.host_repeats)
+        """Fills the host fields from the last `fill`'s step, if `fill` left them out; else does nothing."""
+        pending, self._pending_host = self._pending_host, None
+        if pending is not None:
+            plan, sources, is_decode = pending
+            _copy(*self._copies(plan.host, sources, is_decode), plan.host.repeat_last_rows)
 
     def _copies(
-        self, batch: Batch, sources: Sequence[Any], is_decode: bool
+        self, batch: CopyBatch, sources: Sequence[Any], is_decode: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Targets and sources of a step's copies. Changes nothing, so that errors do not."""
+        """Targets and sources of a batch. Writes to no buffer, so that a refused step changes nothing."""
         targets = [*batch.targets]
         copied = [sources[index] for index in batch.fields]
         copied += batch.constants
-        for index, view in batch.own_sized:
-            targets.append(self._own_target(view, sources[index], is_decode))
+        for index, view in batch.variable_length:
+            targets.append(self._variable_target(view, sources[index], is_decode))
             copied.append(sources[index])
-        for index, tail in batch.repeated:
+        for index, tail in batch.repeat_last:
             targets += tail
             copied += [sources[index][-1:]] * len(tail)
         return targets, copied
 
-    def _own_target(self, view: View, source: torch.Tensor, is_decode: bool) -> torch.Tensor:
-        """As much of the buffer as the step has. Kept as long as the size stays, which it does for many steps."""
+    def _variable_target(self, view: FieldView, source: torch.Tensor, is_decode: bool) -> torch.Tensor:
+        """The part of the buffer that the source fills. Cached: the size stays the same for many steps."""
         size = source.shape
-        known = self._own_targets.get(view)
+        known = self._variable_targets.get(view)
         if known is not None and known[0] == size:
             return known[1]
         view.check(source, is_decode)
-        target = view.tensor[tuple(slice(0, live) for live in size)]
-        self._own_targets[view] = size, target
+        target = view.padded[tuple(slice(0, live) for live in size)]
+        self._variable_targets[view] = size, target
         return target
 
-    def _layout(self, sources: tuple[Any, ...], is_decode: bool, num_tokens: int, num_seqs: int) -> Layout:
-        """What a fill writes for a step of this live and padded size; kept while there are few.
+    def _plan(self, sources: tuple[Any, ...], is_decode: bool, num_tokens: int, num_seqs: int) -> CopyPlan:
+        """The plan for a step of this shape, from the cache or new.
 
-        All that is checked of a step is in the key, but for the sizes that T and B do not tell.
+        The key holds all that `make_copy_plan` checks except the sizes of variable-length fields, which
+        `_variable_target` checks.
         """
-        sized, own_sized = sources[: self._num_sized], sources[self._num_sized :]
-        shapes = [None if source is None else source.shape for source in sized]
-        key = (num_tokens, num_seqs, is_decode, *shapes, *[source is None for source in own_sized])
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._new_layout(sources, is_decode, {"T": num_tokens, "B": num_seqs})
-            if len(self._layouts) >= _MAX_LAYOUTS:
-                self._layouts.clear()
-                self._own_targets.clear()
-            self._layouts[key] = layout
-        return layout
-
-    def _new_layout(self, sources: Sequence[_Source], is_decode: bool, padded: dict[str, int]) -> Layout:
-        step = {field.name: source for field, source in zip(self._held, sources, strict=True)}
-        live = {}
-        for symbol, name in _SIZED_BY.items():
-            tensor = step[name]
-            if tensor is None:
-                raise ValueError(f"{name} is None; this step must have it")
-            live[symbol] = tensor.shape[0]
-        views, shown, cleared = {}, [], []
-        for index, field in enumerate(self._held):
-            shape = shape_of(field, self._capacity | padded)
-            live_shape = shape_of(field, live) if _is_sized(field) else None
-            view = View.of(field, shape, live_shape, self.buffer(field.name))
-            view.check(step[field.name], is_decode)
-            value = None if step[field.name] is None else view.tensor
-            shown += [(name, value) for name in (field.name, field.alias) if name is not None]
-            if value is None:
-                continue
-            views[index] = view
-            constant = field.padding.fill_value
-            if live_shape is None and constant is not None:
-                cleared.append((index, view.tensor, constant))
-        first, last = live["B"], padded["B"]
-        repeats: dict[MemorySpace, list[tuple[torch.Tensor, torch.Tensor]]] = {
-            MemorySpace.DEVICE: [],
-            MemorySpace.HOST: [],
-        }
-        for place, offsets in self._offsets.items():
-            if first < last and not _is_single(place, last - first):
-                tail, last_value = offsets[:, first + 1 : last + 1], offsets[:, first : first + 1]
-                repeats[place].append((tail, last_value.expand_as(tail)))
-        return Layout(
-            shown=tuple(shown),
-            device=self._batch(views, MemorySpace.DEVICE),
-            host=self._batch(views, MemorySpace.HOST),
-            alone=self._batch(views, None),
-            cleared=tuple(cleared),
-            device_repeats=tuple(repeats[MemorySpace.DEVICE]),
-            host_repeats=tuple(repeats[MemorySpace.HOST]),
-        )
-
-    def _batch(self, views: dict[int, View], place: MemorySpace | None) -> Batch:
-        """Those of the views, by index of their fields, that are copied together."""
-        fields, live, tails, constants, own_sized, repeated = [], [], [], [], [], []
-        for index, view in views.items():
-            if view.batch is not place:
-                continue
-            if view.live is None:
-                own_sized.append((index, view))
-                continue
-            fields.append(index)
-            live.append(view.live)
-            constant = view.field.padding.fill_value
-            if view.live.shape == view.shape:
-                continue
-            tail = view.tensor[view.live.shape[0] :]
-            if view.field.padding is Padding.REPEAT_LAST and _is_single(place, tail.shape[0]):
-                repeated.append((index, tail.unfold(0, 1, 1).unbind()))
-            if constant is not None:
-                tails.append(tail)
-                if place is None:
-                    constants.append(torch.full_like(tail, constant))
-                else:
-                    constants.append(self._constants[place, constant][: tail.shape[0]])
-        return Batch(
-            fields=tuple(fields),
-            targets=(*live, *tails),
-            constants=tuple(constants),
-            own_sized=tuple(own_sized),
-            repeated=tuple(repeated),
-        )
-
-    def _allocate(self, fields: list[Field]) -> None:
-        """Buffers of fields that lie in the same place. Those that repeat their last value are padded together."""
-        if not fields:
-            return
-        on_host = fields[0].memory is MemorySpace.HOST
-        options: dict[str, Any] = {
-            "device": "cpu" if on_host else self.device,
-            "pin_memory": on_host and self.device.type == "cuda",
-        }
-        repeating = [field for field in fields if field.padding is Padding.REPEAT_LAST]
-        for field in fields:
-            if field not in repeating:
-                self._buffers[field.name] = torch.zeros(
-                    shape_of(field, self._capacity), dtype=field.type.dtype, **options
-                )
-        if repeating:
-            size = self._capacity["B"] + 1
-            # Rows of whole cache lines, so that each begins as an allocation does.
-            offsets = torch.zeros((len(repeating), -(-size // _LINE) * _LINE), dtype=torch.int32, **options)
-            self._offsets[fields[0].memory] = offsets
-            self._buffers |= {field.name: row[:size] for field, row in zip(repeating, offsets, strict=True)}
+        fixed, variable_length = sources[: self._num_fixed], sources[self._num_fixed :]
+        shapes = [None if source is None else source.shape for source in fixed]
+        key = (num_tokens, num_seqs, is_decode, *shapes, *[source is None for source in variable_length])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = make_copy_plan(self._buffers, sources, is_decode=is_decode, num_tokens=num_tokens, num_seqs=num_seqs)
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+                self._variable_targets.clear()
+            self._plans[key] = plan
+        return plan
 
 
-def _copy(
-    targets: list[torch.Tensor],
-    sources: list[torch.Tensor],
-    repeats: Iterable[tuple[torch.Tensor, torch.Tensor]],
-) -> None:
-    """Copies what lies in one place: all at once, then what repeats it."""
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], after: Iterable[CopyPair]) -> None:
+    """Copies all pairs in one call, and then those of `after`, whose sources are among the targets."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
-    for target, source in repeats:
+    for target, source in after:
         target.copy_(source, non_blocking=True)
-
-
-def _is_single(place: MemorySpace | None, num_elements: int) -> bool:
-    """Whether a tail that repeats a last value is copied element by element."""
-    return place is MemorySpace.DEVICE and num_elements <= _MAX_SINGLE
-
-
-def _is_sized(field: Field) -> bool:
-    """Whether T and B tell the field's size."""
-    return {symbol.removesuffix("+1") for symbol in field.shape} <= _SIZED_BY.keys()
