@@ -107,7 +107,7 @@ def _metadata(**changes: Any) -> Any:
     ("metadata", "message"),
     [
         (_metadata(is_chunked_prefill=True), "is_prefill and is_chunked_prefill are both True"),
-        (_metadata(is_prefill=False), "one token a sequence: 3 tokens, 2 sequences"),
+        (_metadata(is_prefill=False), "one token per sequence: 3 tokens, 2 sequences"),
         (_metadata(qo_indptr=None), "a prefill step must have both"),
         (_metadata(qo_indptr_host=None), "a prefill step must have both"),
     ],

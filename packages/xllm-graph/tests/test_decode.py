@@ -67,7 +67,7 @@ def test_other_numbers_of_tokens_and_sequences_are_refused(make_setup: MakeSetup
     tokens, positions, three = decode_step(setup, 3)
     *_, two = decode_step(setup, 2)
     metadata = replace(two, slot_mapping=three.slot_mapping)
-    message = "a decode step has one token a sequence: 3 tokens, 2 sequences"
+    message = "a decode step has one token per sequence: 3 tokens, 2 sequences"
     for runner in (setup.decode, setup.runners.eager):
         with pytest.raises(ValueError, match=message):
             runner.execute(tokens, positions, metadata, None)

@@ -1,4 +1,4 @@
-"""Strategies that several test files share, as fixtures of plain functions."""
+"""Random batches for several test files: a hypothesis strategy and a plain function, as fixtures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Arguments of build_attention_metadata, and the number of pages they were drawn from."""
+    """Arguments of build_attention_metadata, and the number of pages in the cache."""
 
     q_lens: list[int]
     kv_lens: list[int]
@@ -21,13 +21,13 @@ class Batch:
     num_pages: int
 
 
-def make_batch(draw_int: Callable[[int, int], int], kind: str, page_size: int, num_seqs: int, max_len: int) -> Batch:
-    """A batch whose sequences share no page. kind: prefill, chunked, decode or empty."""
+def make_batch(draw_int: Callable[[int, int], int], phase: str, page_size: int, num_seqs: int, max_len: int) -> Batch:
+    """A batch whose sequences share no page. phase: prefill, chunked, decode or empty."""
     q_lens, kv_lens = [], []
-    for _ in range(0 if kind == "empty" else num_seqs):
-        kv_len = draw_int(1 if kind == "decode" else 0, max_len)
+    for _ in range(0 if phase == "empty" else num_seqs):
+        kv_len = draw_int(1 if phase == "decode" else 0, max_len)
         kv_lens.append(kv_len)
-        q_lens.append({"decode": 1, "prefill": kv_len}.get(kind, draw_int(0, kv_len)))
+        q_lens.append({"decode": 1, "prefill": kv_len}.get(phase, draw_int(0, kv_len)))
     counts = [-(-kv_len // page_size) for kv_len in kv_lens]
     num_pages = sum(counts) + draw_int(1, 5)
     order = list(range(num_pages))
@@ -41,7 +41,7 @@ def make_batch(draw_int: Callable[[int, int], int], kind: str, page_size: int, n
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Random legal batches of every kind."""
+    """Random legal batches of every phase."""
 
     def draw_int(low: int, high: int) -> int:
         return draw(st.integers(low, high))
@@ -64,7 +64,7 @@ def batch_strategy() -> st.SearchStrategy[Batch]:
 def random_batch() -> Callable[..., Batch]:
     """make_batch driven by a random.Random, for loops that hypothesis would be too slow for."""
 
-    def make(rng: random.Random, kind: str, page_size: int, num_seqs: int, max_len: int) -> Batch:
-        return make_batch(rng.randint, kind, page_size, num_seqs, max_len)
+    def make(rng: random.Random, phase: str, page_size: int, num_seqs: int, max_len: int) -> Batch:
+        return make_batch(rng.randint, phase, page_size, num_seqs, max_len)
 
     return make

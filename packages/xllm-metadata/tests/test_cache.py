@@ -1,4 +1,4 @@
-"""LayerCache: named slots from a host's tuple."""
+"""LayerCache: names for the tensors of a host's tuple."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static buffers: filled in place, padded as the table says, refusing what does not fit."""
+"""Static buffers: filled in place, padded as the table says; steps that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def test_extra_copies_join_the_fill() -> None:
     assert target.tolist() == [0, 1, 2]
 
 
-def test_fields_read_as_what_the_last_step_has() -> None:
-    """Steps of one size with and without the fields that decode lacks, and of other sizes, in turn."""
+def test_attributes_are_those_of_the_last_step() -> None:
+    """Steps with and without the fields that decode lacks, of equal and other sizes, alternate."""
     static = make_static()
     for step, size in ((MIXED, 4), (DECODE, 4), (MIXED, 4), (DECODE, 3), (DECODE, 4)):
         static.fill(step, num_tokens=size, num_seqs=size)
@@ -196,7 +196,7 @@ def test_fields_read_as_what_the_last_step_has() -> None:
 
 
 def contents(static: StaticAttentionMetadata) -> dict[str, object]:
-    """All that a reader sees, and all of the buffers."""
+    """All attributes, and the whole buffers."""
     seen: dict[str, object] = {}
     for field in FIELDS:
         value = getattr(static, field.name)
@@ -207,14 +207,14 @@ def contents(static: StaticAttentionMetadata) -> dict[str, object]:
 
 
 def optional_step(q_lens: list[int], kv_lens: list[int], width: int) -> AttentionMetadata:
-    """A step that also has a rectangular page table of this width, whose size T and B do not tell."""
+    """A step with a page table [B, width], a variable-length field: T and B do not determine its shape."""
     tables = [[8 * i + j for j in range(width)] for i in range(len(q_lens))]
     step = build_attention_metadata(q_lens, kv_lens, tables, page_size=4)
     return dataclasses.replace(step, block_table=torch.tensor(tables, dtype=torch.int32).reshape(len(q_lens), width))
 
 
 def test_a_step_is_filled_as_if_it_were_the_first() -> None:
-    """Whatever steps came before it, of the same or other sizes, kinds and widths, valid or refused."""
+    """Earlier steps leave no trace: steps of other sizes, phases and widths, valid or refused."""
     optional = {"optional": ["block_table"], "max_pages_per_seq": 4}
     steps = [
         optional_step(q_lens, kv_lens, width)

@@ -1,4 +1,4 @@
-"""validate: accepts legal steps, and rejects each kind of corruption with a message that names field and value."""
+"""validate: accepts legal steps, and rejects each corruption with a message that names field and value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check(step: BuiltAttentionMetadata, num_tokens: int = 4, num_seqs: int = 2) 
 
 
 def with_value(name: str, index: int, value: int, *, mirror: str | None = None) -> Callable[[Any], Any]:
-    """Changes one element of a field, and of its mirror so that only the intended fault is there."""
+    """Changes one element of a field and of its mirror, so that there is no fault but the intended one."""
 
     def corrupt(step: BuiltAttentionMetadata) -> BuiltAttentionMetadata:
         changes = {}
@@ -64,11 +64,14 @@ def test_legal_steps_are_accepted() -> None:
         (with_value("paged_kv_indices", 1, -1), r"paged_kv_indices\[1\] is -1"),
         (with_value("slot_mapping", 0, 64), r"slot_mapping\[0\] is 64; it must be -1 to 63"),
         (with_value("slot_mapping", 0, -2), r"slot_mapping\[0\] is -2"),
-        (with_value("slot_mapping", 0, 18), r"slot_mapping\[0\] is 18; sequence 0's page table puts position 3 at 19"),
-        (with_value("slot_mapping", 3, -1), r"slot_mapping\[3\] is -1; sequence 1's page table"),
+        (
+            with_value("slot_mapping", 0, 18),
+            r"slot_mapping\[0\] is 18; by paged_kv_indices, position 3 of sequence 0 has slot 19",
+        ),
+        (with_value("slot_mapping", 3, -1), r"slot_mapping\[3\] is -1; by paged_kv_indices, position 4 of sequence 1"),
         (
             with_value("paged_kv_last_page_len", 0, 0, mirror="paged_kv_last_page_len_host"),
-            r"paged_kv_last_page_len\[0\] is 0; with KV length 6 it must be 1 to 4",
+            r"paged_kv_last_page_len\[0\] is 0; with KV length 6 in kv_cu_seq_lens it must be 1 to 4",
         ),
         (
             with_value("paged_kv_last_page_len", 0, 5, mirror="paged_kv_last_page_len_host"),
@@ -81,12 +84,15 @@ def test_legal_steps_are_accepted() -> None:
         (with_value("kv_seq_lens_host", 1, 5), r"kv_seq_lens_host\[1\] is 5; kv_cu_seq_lens on the device has 6"),
         (with_value("qo_indptr_host", 1, 2), r"qo_indptr_host\[1\] is 2; qo_indptr on the device has 3"),
         (replace(is_prefill=True), "is_prefill and is_chunked_prefill are both True"),
-        (replace(is_prefill=True, is_chunked_prefill=False), "is_prefill: sequence 0 has 3 tokens of KV length 6"),
-        (replace(is_chunked_prefill=False), r"qo_indptr is there, with shape \[3\]; in a decode step it must be None"),
-        (replace(is_chunked_prefill=False, qo_indptr=None), "qo_indptr_host is there, with .* it must be None"),
+        (
+            replace(is_prefill=True, is_chunked_prefill=False),
+            "is_prefill: sequence 0 has 3 tokens in qo_indptr and KV length 6",
+        ),
+        (replace(is_chunked_prefill=False), r"qo_indptr is present with shape \[3\]; in a decode step it must be None"),
+        (replace(is_chunked_prefill=False, qo_indptr=None), "qo_indptr_host is present with .* it must be None"),
         (replace(is_prefill=1), "is_prefill is 1; it must be a bool"),
-        (replace(max_query_len=2), "max_query_len is 2; the longest is 3"),
-        (replace(max_seq_len=7), "max_seq_len is 7; the longest is 6"),
+        (replace(max_query_len=2), "max_query_len is 2; the longest in qo_indptr is 3"),
+        (replace(max_seq_len=7), "max_seq_len is 7; the longest in kv_cu_seq_lens is 6"),
         (replace(max_seq_len=6.0), "max_seq_len is 6.0; it must be an int"),
         (replace(kv_seq_lens=torch.tensor([6, 4], dtype=torch.int32)), "kv_seq_lens is .6, 4.; the offsets give"),
         (replace(block_table=torch.tensor([[4, 2], [9, 1]], dtype=torch.int32)), r"block_table\[1\] is \[9, 1\]"),
@@ -103,15 +109,15 @@ def test_two_sequences_that_write_one_slot_are_named() -> None:
         check(step, num_tokens=2)
 
 
-def test_rows_beyond_the_last_sequence_must_write_nothing() -> None:
+def test_rows_after_the_last_sequence_must_write_nothing() -> None:
     padded = dataclasses.replace(MIXED, slot_mapping=torch.cat([MIXED.slot_mapping, torch.tensor([-1, 3]).int()]))
-    with pytest.raises(ValueError, match=r"slot_mapping\[5\] is 3; a row beyond the last sequence must have -1"):
+    with pytest.raises(ValueError, match=r"slot_mapping\[5\] is 3; a row after the last sequence must have -1"):
         check(padded, num_tokens=6)
 
 
-def test_a_decode_step_has_one_token_a_sequence() -> None:
+def test_a_decode_step_has_one_token_per_sequence() -> None:
     step = dataclasses.replace(DECODE, slot_mapping=torch.tensor([9, 12, 13], dtype=torch.int32))
-    with pytest.raises(ValueError, match="a decode step has one token a sequence: 3 tokens, 2 sequences"):
+    with pytest.raises(ValueError, match="a decode step has one token per sequence: 3 tokens, 2 sequences"):
         check(step, num_tokens=3)
 
 
@@ -124,7 +130,7 @@ def test_a_decode_step_has_one_token_a_sequence() -> None:
         ({"logits_indices": [-1]}, r"logits_indices\[0\] is -1; the step has rows 0 to 3"),
     ],
 )
-def test_inputs_beside_the_metadata_are_checked(inputs: dict[str, list[int]], message: str) -> None:
+def test_positions_and_logits_indices_are_checked(inputs: dict[str, list[int]], message: str) -> None:
     limits = {"num_tokens": 4, "num_seqs": 2, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
     legal = {"positions": [3, 4, 5, 4], "logits_indices": [2, 3]}
     validate(MIXED, **limits, **{name: torch.tensor(values) for name, values in legal.items()})
@@ -152,7 +158,7 @@ def test_padding_has_position_0() -> None:
 
 
 @pytest.mark.parametrize("step", [MIXED, DECODE], ids=["mixed", "decode"])
-def test_what_must_be_there_is_named_without_reading_it(step: BuiltAttentionMetadata) -> None:
+def test_check_present_names_the_absent_field(step: BuiltAttentionMetadata) -> None:
     check_present(step)
     for field in FIELDS:
         value = getattr(step, field.name)

@@ -238,7 +238,7 @@ class AttentionBackend(ABC):
         if metadata.max_seq_len > limits.max_model_len:
             raise ValueError(f"max_seq_len {metadata.max_seq_len} exceeds max_model_len {limits.max_model_len}")
         if phase is Phase.DECODE and num_tokens != num_seqs:
-            raise ValueError(f"a decode step has one token a sequence: {num_tokens} tokens, {num_seqs} sequences")
+            raise ValueError(f"a decode step has one token per sequence: {num_tokens} tokens, {num_seqs} sequences")
         if phase is not Phase.DECODE and (metadata.qo_indptr is None or metadata.qo_indptr_host is None):
             raise ValueError(f"qo_indptr or qo_indptr_host is None; a {phase.value} step must have both")
         if graph and phase not in self.capabilities.full_graph_phases:

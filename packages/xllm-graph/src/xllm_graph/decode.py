@@ -156,7 +156,7 @@ class DecodeGraphRunner:
             raise ValueError(f"{num_tokens} tokens; the metadata has slots for {metadata.slot_mapping.shape[0]}")
         num_seqs = metadata.kv_seq_lens_host.shape[0] - 1
         if num_seqs != num_tokens:  # padded, they would be equal
-            raise ValueError(f"a decode step has one token a sequence: {num_tokens} tokens, {num_seqs} sequences")
+            raise ValueError(f"a decode step has one token per sequence: {num_tokens} tokens, {num_seqs} sequences")
         rows = logits_indices
         if rows is not None and (captured.logits is None or rows.shape[0] > bucket):
             rows = None  # the head runs behind the graph

@@ -1,7 +1,7 @@
 """The step contract between a C++ LLM serving framework and Python model execution.
 
-Owns the field table and everything that derives from it: the Protocol, the validator, static buffers, the reference
-builder, the C++ headers and the handshake. Knows nothing of attention, models or graphs.
+Holds the field table (`AttentionMetadata`) and all that derives from it: the validator, static buffers, the reference
+builder, the C++ headers and the version handshake. Depends on no other package of this repository.
 """
 
 from .builder import build_attention_metadata

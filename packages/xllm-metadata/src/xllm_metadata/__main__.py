@@ -1,4 +1,4 @@
-"""`python -m xllm_metadata --include | --cmakedir | --fields | --page`: what a C++ side needs to know."""
+"""Prints the paths that a C++ build needs, and the contract's documentation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .paths import get_cmake_dir, get_include
 
 
 def main() -> None:
-    """Prints what was asked for, one answer a line."""
+    """Prints the one requested item."""
     parser = argparse.ArgumentParser(prog="python -m xllm_metadata", description=__doc__)
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--include", action="store_true", help="print the folder of the C++ headers")

@@ -1,4 +1,4 @@
-"""Reference builder of step metadata, for tests and tools. C++ has its own builder and both must agree."""
+"""Builds step metadata from plain lists: the reference for tests and tools. A C++ host has its own builder."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ def build_attention_metadata(
     """Builds the metadata of one step.
 
     Args:
-        q_lens: this step's tokens of each sequence, B numbers.
-        kv_lens: KV length of each sequence, this step's tokens included, B numbers.
-        page_tables: page indices of each sequence; at least ceil(kv_len / page_size), further ones are ignored.
-        page_size: tokens a page.
-        device: where the device tensors lie; host mirrors stay on the host, pinned when this is a CUDA device.
+        q_lens: number of this step's tokens per sequence, B integers.
+        kv_lens: KV length per sequence, including this step's tokens, B integers.
+        page_tables: page indices per sequence: at least ceil(kv_len / page_size); further ones are ignored.
+        page_size: tokens per page.
+        device: device of the device tensors. Host mirrors are pinned when this is a CUDA device.
 
-    The step is decode when every sequence has exactly one token; prefill when no sequence has a prefix
-    (and one has other than one token); chunked in all other cases. A step without sequences is decode.
-
-    Returns:
-        A `BuiltAttentionMetadata`: frozen, and `dataclasses.replace` makes variants of it.
+    The step is decode when every sequence has exactly one token, also when there is no sequence. Else it is prefill
+    when no sequence has a prefix, and chunked prefill when one has.
 
     Raises:
         ValueError: lengths that contradict each other, or too few pages; names the sequence, value and limit.

@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Cache tensors of one layer in named slots; a slot that the layer does not use is None.
+    """Cache tensors of one layer by name; None for those that the layer does not have.
 
     Paged attention uses `k` and `v`, each [num_pages, page_size, num_kv_heads, head_dim] in the cache dtype.
-    The remaining slots belong to layers that keep other state: `index` for sparse-attention indexers, `conv` and `ssm`
+    The others are reserved for layers that keep other state: `index` for sparse-attention indexers, `conv` and `ssm`
     for linear attention.
     """
 
@@ -25,10 +25,10 @@ class LayerCache:
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[torch.Tensor | None] | LayerCache) -> LayerCache:
-        """Names the tensors of a (k, v, ...) sequence, as a C++ host passes them; a `LayerCache` is returned as it is.
+        """Names the tensors of a (k, v, ...) sequence, as a C++ host passes them. Returns a `LayerCache` unchanged.
 
         Raises:
-            ValueError: more tensors than there are slots.
+            ValueError: more tensors than names.
         """
         if isinstance(tensors, LayerCache):
             return tensors
@@ -38,7 +38,7 @@ class LayerCache:
         return cls(*tensors)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The slots that are present, by name."""
+        """(name, tensor) of those that are not None."""
         for field in fields(self):
             tensor = getattr(self, field.name)
             if tensor is not None:

@@ -1,4 +1,4 @@
-"""Where the shipped headers and CMake files lie."""
+"""Paths of the headers and CMake files that the package ships."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def get_include() -> str:
-    """The folder to put on a C++ include path; headers are `xllm/metadata/*.h`."""
+    """The folder for a C++ include path; headers are `xllm/metadata/*.h`."""
     return str(Path(__file__).parent / "include")
 
 

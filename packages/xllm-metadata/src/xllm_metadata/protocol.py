@@ -31,9 +31,7 @@ class AttentionMetadata(Protocol):
 
     slot_mapping: Annotated[
         torch.Tensor,
-        device_tensor(
-            "T", "KV slot each token writes: page * page_size + offset; -1 writes nothing", Padding.MINUS_ONE
-        ),
+        device_tensor("T", "KV slot that each token writes: page * page_size + offset; -1: none", Padding.MINUS_ONE),
     ]
     paged_kv_indptr: Annotated[
         torch.Tensor,
@@ -41,7 +39,7 @@ class AttentionMetadata(Protocol):
     ]
     paged_kv_indices: Annotated[
         torch.Tensor,
-        device_tensor("P", "page indices of all sequences, one after the other", Padding.UNTOUCHED),
+        device_tensor("P", "page indices of all sequences, concatenated", Padding.UNTOUCHED),
     ]
     paged_kv_last_page_len: Annotated[
         torch.Tensor,
@@ -49,7 +47,7 @@ class AttentionMetadata(Protocol):
     ]
     kv_cu_seq_lens: Annotated[
         torch.Tensor,
-        device_tensor("B+1", "cumulative KV lengths, this step's tokens included", Padding.REPEAT_LAST),
+        device_tensor("B+1", "cumulative KV lengths, including this step's tokens", Padding.REPEAT_LAST),
     ]
     qo_indptr: Annotated[
         torch.Tensor | None,
@@ -75,21 +73,21 @@ class AttentionMetadata(Protocol):
         torch.Tensor | None,
         host_tensor("B+1", "host mirror of qo_indptr", Padding.REPEAT_LAST, presence=Presence.UNLESS_DECODE),
     ]
-    max_query_len: Annotated[int, scalar("longest query of the step; 0 when the step has no sequence")]
-    max_seq_len: Annotated[int, scalar("longest KV length of the step; 0 when the step has no sequence")]
+    max_query_len: Annotated[int, scalar("longest query length; 0 if the step has no sequence")]
+    max_seq_len: Annotated[int, scalar("longest KV length; 0 if the step has no sequence")]
     is_prefill: Annotated[bool, scalar("whole prompts only, none with a prefix")]
     is_chunked_prefill: Annotated[
-        bool, scalar("chunks, prefixes, prefill mixed with decode, or several tokens a sequence in decode")
+        bool, scalar("chunks, prefixes, prefill mixed with decode, or several tokens per sequence in decode")
     ]
 
     block_table: Annotated[
         torch.Tensor | None,
         device_tensor(
             "B,W",
-            "page indices as a rectangle; entries beyond a sequence's pages are 0",
+            "page table: page indices by sequence; 0 after a sequence's last page",
             Padding.ZERO,
             presence=Presence.OPTIONAL,
-            used_by="backends that read rectangular page tables",
+            used_by="backends that read a rectangular page table",
         ),
     ]
     kv_seq_lens: Annotated[
@@ -104,7 +102,7 @@ class AttentionMetadata(Protocol):
         torch.Tensor | None,
         device_tensor(
             "B",
-            "state slot of each sequence; -1 has none",
+            "state slot of each sequence; -1: none",
             Padding.MINUS_ONE,
             presence=Presence.OPTIONAL,
             used_by=_LINEAR,
@@ -114,7 +112,7 @@ class AttentionMetadata(Protocol):
         torch.Tensor | None,
         device_tensor(
             "B",
-            "whether the sequence's state slot holds an earlier chunk's state",
+            "whether the state slot holds the state of an earlier chunk",
             Padding.ZERO,
             type=FieldType.BOOL_TENSOR,
             presence=Presence.OPTIONAL,
@@ -135,7 +133,7 @@ class AttentionMetadata(Protocol):
         torch.Tensor | None,
         host_tensor(
             "R",
-            "whether each data-parallel rank decodes in this step",
+            "whether each data-parallel rank runs decode in this step",
             Padding.UNTOUCHED,
             type=FieldType.BOOL_TENSOR,
             presence=Presence.OPTIONAL,

@@ -1,7 +1,7 @@
-"""Checks one step against what the contract promises.
+"""Checks one step's metadata against the contract.
 
-`validate` checks everything, for tests and for debugging a host: it reads device tensors back, so a production step
-does not call it. `check_present` reads no tensor.
+`validate` checks everything and reads device tensors back to the host. It is for tests and for debugging a host, not
+for production. `check_present` reads no tensor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _UNLESS_DECODE = tuple(field.name for field in FIELDS if field.presence is Prese
 
 
 def check_present(metadata: AttentionMetadata) -> None:
-    """Checks that the fields which a step must have are there, whatever they hold.
+    """Checks that no field that the step must have is None. Reads no tensor.
 
     Raises:
-        ValueError: names the first that is None.
+        ValueError: names the first field that is None.
     """
     decode = not (metadata.is_prefill or metadata.is_chunked_prefill)
     for name in _ALWAYS if decode else _ALWAYS + _UNLESS_DECODE:
@@ -47,16 +47,16 @@ def validate(
     positions: torch.Tensor | None = None,
     logits_indices: torch.Tensor | None = None,
 ) -> None:
-    """Checks the metadata of a step, and what goes beside it where that is given.
+    """Checks a step's metadata, and its positions and logits indices if given.
 
     Args:
-        metadata: what to check.
-        num_tokens: T, rows of the step's token ids; rows beyond the last sequence's must write nothing.
+        metadata: the step's metadata.
+        num_tokens: T, the number of token ids. Tokens after the last sequence's must have slot -1.
         num_seqs: B.
         num_pages: pages in the KV cache.
-        page_size: tokens a page.
-        positions: [T], of the step's tokens.
-        logits_indices: [n], rows of the step.
+        page_size: tokens per page.
+        positions: [T], position of each token.
+        logits_indices: [n], rows whose logits are wanted.
 
     Raises:
         ValueError: names the field, its value and the limit.
@@ -109,11 +109,13 @@ def _check_field(field: Field, metadata: AttentionMetadata, sizes: dict[str, int
     if value is None:
         return
     if decode and field.presence is Presence.UNLESS_DECODE:
-        raise ValueError(f"{field.name} is there, with shape {list(value.shape)}; in a decode step it must be None")
+        raise ValueError(f"{field.name} is present with shape {list(value.shape)}; in a decode step it must be None")
     if value.dtype is not field.type.dtype:
         raise ValueError(f"{field.name} has dtype {value.dtype}; it must be {field.type.dtype}")
     expected = torch.device("cpu") if field.memory is MemorySpace.HOST else metadata.slot_mapping.device
-    if value.device != expected or value.device.type == "meta":
+    if value.device.type == "meta":
+        raise ValueError(f"{field.name} is on device meta; it must hold values")
+    if value.device != expected:
         raise ValueError(f"{field.name} is on device {value.device}; it must be on {expected}")
     if value.dim() != len(field.shape):
         raise ValueError(f"{field.name} has {value.dim()} dimensions; it must have {len(field.shape)}")
@@ -137,7 +139,7 @@ def _check_indptr(name: str, values: list[int]) -> None:
 def _query_lens(values: dict[str, list[int]], num_tokens: int, num_seqs: int) -> list[int]:
     if "qo_indptr" not in values:
         if num_tokens != num_seqs:
-            raise ValueError(f"a decode step has one token a sequence: {num_tokens} tokens, {num_seqs} sequences")
+            raise ValueError(f"a decode step has one token per sequence: {num_tokens} tokens, {num_seqs} sequences")
         return [1] * num_seqs
     if values["qo_indptr"][-1] > num_tokens:
         raise ValueError(f"qo_indptr ends at {values['qo_indptr'][-1]}; the step has {num_tokens} tokens")
@@ -149,12 +151,18 @@ def _check_lengths(metadata: AttentionMetadata, values: dict[str, list[int]], q_
     for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         empty_row = decode and kv_len == 0
         if q_len > kv_len and not empty_row:
-            raise ValueError(f"qo_indptr gives sequence {i} {q_len} tokens; its KV length is {kv_len}")
+            raise ValueError(
+                f"qo_indptr gives sequence {i} {q_len} tokens; its KV length in kv_cu_seq_lens is {kv_len}"
+            )
         if metadata.is_prefill and q_len != kv_len:
-            raise ValueError(f"is_prefill: sequence {i} has {q_len} tokens of KV length {kv_len}; they must be equal")
-    for name, lens in (("max_query_len", q_lens), ("max_seq_len", kv_lens)):
+            raise ValueError(
+                f"is_prefill: sequence {i} has {q_len} tokens in qo_indptr and KV length {kv_len} in kv_cu_seq_lens; "
+                "they must be equal"
+            )
+    for name, source, lens in (("max_query_len", "qo_indptr", q_lens), ("max_seq_len", "kv_cu_seq_lens", kv_lens)):
         if getattr(metadata, name) != max(lens, default=0):
-            raise ValueError(f"{name} is {getattr(metadata, name)}; the longest is {max(lens, default=0)}")
+            of = f" in {source}" if source in values else ""
+            raise ValueError(f"{name} is {getattr(metadata, name)}; the longest{of} is {max(lens, default=0)}")
 
 
 def _check_pages(values: dict[str, list[int]], num_pages: int, page_size: int) -> None:
@@ -170,7 +178,8 @@ def _check_pages(values: dict[str, list[int]], num_pages: int, page_size: int) -
         smallest, largest = (1, page_size) if kv_len else (0, 0)
         if not smallest <= last <= largest:
             raise ValueError(
-                f"paged_kv_last_page_len[{i}] is {last}; with KV length {kv_len} it must be {smallest} to {largest}"
+                f"paged_kv_last_page_len[{i}] is {last}; with KV length {kv_len} in kv_cu_seq_lens it must be "
+                f"{smallest} to {largest}"
             )
         if seq_pages != -(-kv_len // page_size):
             raise ValueError(
@@ -200,14 +209,15 @@ def _check_slots(values: dict[str, list[int]], q_lens: list[int], page_size: int
                 expected = pages[position // page_size] * page_size + position % page_size
             if slots[t] != expected:
                 raise ValueError(
-                    f"slot_mapping[{t}] is {slots[t]}; sequence {i}'s page table puts position {position} at {expected}"
+                    f"slot_mapping[{t}] is {slots[t]}; by paged_kv_indices, position {position} of sequence {i} has "
+                    f"slot {expected}"
                 )
             if expected >= 0 and writer.setdefault(expected, i) != i:
                 raise ValueError(f"slot_mapping[{t}] is {expected}; sequences {writer[expected]} and {i} both write it")
             t += 1
     for row in range(t, len(slots)):
         if slots[row] != -1:
-            raise ValueError(f"slot_mapping[{row}] is {slots[row]}; a row beyond the last sequence must have -1")
+            raise ValueError(f"slot_mapping[{row}] is {slots[row]}; a row after the last sequence must have -1")
 
 
 def _check_optional(metadata: AttentionMetadata, values: dict[str, list[int]], q_lens: list[int]) -> None:

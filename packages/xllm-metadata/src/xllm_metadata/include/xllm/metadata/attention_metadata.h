@@ -1,5 +1,5 @@
-// The metadata of one step, as the C++ framework builds it. `python -m xllm_metadata --fields` documents every field;
-// the bridge compares this struct with that table when it starts.
+// Metadata of one step, built by the C++ framework. `python -m xllm_metadata --fields` documents every field.
+// The bridge compares this struct with that table when it starts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,9 +11,9 @@
 
 namespace xllm {
 
-// T tokens, B sequences, P pages, R data-parallel ranks, W pages a row. Tensors are int32 and contiguous.
-// An UNLESS_DECODE field is std::nullopt in a decode step. The struct owns references; the memory must stay alive and
-// unmodified until the stream on which the step was executed has passed it.
+// T tokens, B sequences, P pages, R data-parallel ranks, W pages of the longest sequence. Tensors are contiguous, and
+// int32 unless noted. A field marked "unless decode" is std::nullopt in a decode step. The struct holds references to
+// the tensors. Their memory must stay alive and unmodified until the stream that executes the step has passed it.
 struct AttentionMetadata {
   REFLECT_PROPERTIES();
 

@@ -1,4 +1,4 @@
-// What a host and a model tell each other about the model's shape and the rank's place. Names are xLLM's.
+// Model configuration and tensor-parallel rank, as host and model exchange them. Names are xLLM's.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 
 namespace xllm {
 
-// Facts of a loaded model. An absent optional means that the model's config does not say.
+// Configuration of a loaded model. An optional is absent if the model's config lacks it.
 struct ModelArgs {
   REFLECT_PROPERTIES();
 
   PROPERTY(std::string, model_type);
-  PROPERTY(std::optional<std::vector<std::string>>, architectures);  // where the class is not that of model_type
+  PROPERTY(std::optional<std::vector<std::string>>, architectures);  // if model_type does not determine the class
   PROPERTY(std::string, dtype);
   PROPERTY(int64_t, vocab_size) = 0;
   PROPERTY(int64_t, hidden_size) = 0;
@@ -36,7 +36,7 @@ struct ModelArgs {
   PROPERTY(std::vector<std::string>, layer_types);
   PROPERTY(std::optional<double>, query_pre_attn_scalar);   // Gemma: attention is scaled by its inverse square root
   PROPERTY(std::optional<double>, final_logit_softcapping);  // Gemma
-  PROPERTY(std::optional<int64_t>, num_experts);             // mixture of experts, as the next five
+  PROPERTY(std::optional<int64_t>, num_experts);             // mixture of experts, with the next five
   PROPERTY(std::optional<int64_t>, num_experts_per_tok);
   PROPERTY(std::optional<int64_t>, moe_intermediate_size);
   PROPERTY(std::optional<int64_t>, decoder_sparse_step);
@@ -44,7 +44,7 @@ struct ModelArgs {
   PROPERTY(std::optional<std::vector<int64_t>>, mlp_only_layers);
   PROPERTY(std::optional<int32_t>, bos_token_id);
   PROPERTY(std::vector<int32_t>, eos_token_ids);
-  PROPERTY(std::optional<std::string>, own_config);  // JSON object: keys that only this family has
+  PROPERTY(std::optional<std::string>, own_config);  // JSON object: config keys of this family only
 
   PROPERTY(double, rope_theta) = 10000.0;
   PROPERTY(double, partial_rotary_factor) = 1.0;
@@ -64,7 +64,7 @@ struct ModelArgs {
   PROPERTY(std::optional<std::vector<double>>, rope_scaling_long_factor);
 };
 
-// The rank's place among the ranks of one model.
+// Tensor-parallel rank and size, and the address at which the ranks rendezvous.
 struct ParallelArgs {
   REFLECT_PROPERTIES();
 

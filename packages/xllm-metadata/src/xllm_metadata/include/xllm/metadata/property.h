@@ -1,7 +1,7 @@
-// Property reflection without dependencies. Owns the PROPERTY and REFLECT_PROPERTIES macros and the visitor over them.
+// Property reflection without dependencies: the macros PROPERTY and REFLECT_PROPERTIES, and a visitor over properties.
 //
 //   struct Shape {
-//     REFLECT_PROPERTIES();               // opt in; must stand before the first PROPERTY
+//     REFLECT_PROPERTIES();               // opts in; must precede the first PROPERTY
 //     PROPERTY(int64_t, width) = 1;
 //     PROPERTY(std::optional<std::string>, name);
 //   };
@@ -14,8 +14,9 @@
 #include <type_traits>
 #include <utility>
 
-// The index of a property is the distance of __COUNTER__ from the struct's REFLECT_PROPERTIES, so that it is the same
-// in every translation unit. A struct that did not opt in finds this one instead and gives no properties.
+// A property's index is the distance of __COUNTER__ from the struct's REFLECT_PROPERTIES, so that it is the same in
+// every translation unit. In a struct without REFLECT_PROPERTIES the name resolves to this global; such a struct has no
+// reflected properties.
 inline constexpr int xllm_property_begin = -1;
 
 namespace xllm {
@@ -32,13 +33,14 @@ struct Property {
 
 namespace detail {
 
-// Gaps in the indices are allowed (another use of __COUNTER__ between two properties), up to this many in all.
+// Limit of a property's index. Indices may have gaps, where __COUNTER__ is used between two properties.
 inline constexpr int kMaxProperties = 256;
 
 template <class Struct, int Index>
 concept HasProperty = requires { Struct::template property_at<Struct>(PropertyIndex<Index>{}); };
 
-// Halves the range, so that neither the depth of instantiation nor the length of a diagnostic grows with it.
+// Visits the properties with indices in [Begin, End). Halves the range, so that instantiation depth grows only with its
+// logarithm.
 template <class Struct, int Begin, int End, class Visitor>
 constexpr void visit_properties(Visitor& visitor) {
   if constexpr (End - Begin > 1) {

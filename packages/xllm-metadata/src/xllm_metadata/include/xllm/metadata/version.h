@@ -1,4 +1,4 @@
-// The version of the step contract that these headers describe; the Python package has the same in CONTRACT_VERSION.
+// Version of the step contract that these headers describe. A test compares it with Python's CONTRACT_VERSION.
 #pragma once
 
 namespace xllm {
