@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from . import ops as ops  # registers torch.ops.xllm.attention
+from .ops import attention
 from .spec import AttentionSpec
 
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         """
         spec, num_tokens = self.spec, q.shape[0]
         out = q.new_empty(q.shape)
-        torch.ops.xllm.attention(
+        attention(
             q.reshape(num_tokens, spec.num_heads, spec.head_dim),
             k.reshape(num_tokens, spec.num_kv_heads, spec.head_dim),
             v.reshape(num_tokens, spec.num_kv_heads, spec.head_dim),

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_models.ops.library import TRITON_KERNELS, LazyKernel
 from xllm_models.ops.moe import moe_static
+from xllm_models.ops.triton_kernels import TRITON_KERNELS
 
 DEVICE = os.environ["XLLM_KERNEL_DEVICE"]
 # The interpreter has no bfloat16.
@@ -33,7 +33,7 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
 
 def agree(name: str, *arguments: Any, kernel: Callable[..., Any] | None = None, factor: float = 1.0) -> Any:
     """The kernel of op `name` gives what the op's torch implementation gives on the CPU; returns the former."""
-    kernel = kernel or LazyKernel(TRITON_KERNELS[name])
+    kernel = kernel or TRITON_KERNELS[name]
     moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments]
     # A tensor's copy to a device drops its strides where it is a view.
     for index, (before, after) in enumerate(zip(arguments, moved, strict=True)):
@@ -83,7 +83,7 @@ def test_gated_activations_of_views_and_bad_input(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="silu_and_mul needs an even last dimension, got 7"):
         agree("silu_and_mul", random(2, 7, dtype=dtype))
     with pytest.raises(RuntimeError, match="approximate must be"):
-        LazyKernel(TRITON_KERNELS["gelu_and_mul"])(random(2, 8, dtype=dtype), "sigmoid")
+        TRITON_KERNELS["gelu_and_mul"](random(2, 8, dtype=dtype), "sigmoid")
 
 
 def heads(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Any:
@@ -163,7 +163,7 @@ def test_embedding_shard_of_more_elements_than_int32_counts(dtype: torch.dtype, 
     weight = memory.as_strided((3, 8), (2**30, 1))
     weight.copy_(random(3, 8, dtype=dtype))
     ids = torch.tensor([12, 10, 13, 11], dtype=torch.int32, device=DEVICE)
-    got = LazyKernel(TRITON_KERNELS["embedding_shard"])(ids, weight, 10, 3)
+    got = TRITON_KERNELS["embedding_shard"](ids, weight, 10, 3)
     want = random(3, 8, dtype=dtype)[[2, 0, 0, 1]]
     want[2] = 0
     assert isinstance(got, torch.Tensor)

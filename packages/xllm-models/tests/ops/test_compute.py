@@ -98,7 +98,7 @@ def test_gated_activations_refuse_bad_input() -> None:
     with pytest.raises(ValueError, match="silu_and_mul needs an even last dimension, got 7"):
         ops.silu_and_mul(random(2, 7))
     with pytest.raises(ValueError, match="gelu_and_mul needs an even last dimension, got 7"):
-        ops.gelu_and_mul(random(2, 7))
+        ops.gelu_and_mul(random(2, 7), "none")
     with pytest.raises(RuntimeError, match="approximate argument must be"):
         ops.gelu_and_mul(random(2, 8), "sigmoid")
 

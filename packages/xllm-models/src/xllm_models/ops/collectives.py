@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import distributed
 
-from .library import define_op
+from xllm_attention.op_library import define_op
+
 from .norm import fused_add_rms_norm
 from .transports import GroupTransport, Transport
 
@@ -106,109 +106,23 @@ def _group_of(name: str, num_ranks: int) -> distributed.ProcessGroup:
     return group
 
 
-def _all_reduce_torch(x: torch.Tensor, group: str) -> None:
-    registered = _registered(group)
+def _sum_in_place(x: torch.Tensor, group: _Group) -> None:
     _count("all_reduce", x)
-    registered.reduce_ways[registered.transport.all_reduce_(x)] += 1
+    group.reduce_ways[group.transport.all_reduce_(x)] += 1
 
 
-def _all_reduce_fake(x: torch.Tensor, group: str) -> None:
-    return None
-
-
-def _all_reduce_add_rms_norm_torch(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    unit_offset: bool,
-    group: str,
-    prefetch: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    registered = _registered(group)
-    done = registered.transport.all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, prefetch)
-    if done is None:
-        _all_reduce_torch(x, group)
-        return fused_add_rms_norm(x, residual, weight, eps, unit_offset, prefetch)
-    _count("all_reduce", x)
-    way, normed, total = done
-    registered.reduce_ways[way] += 1
-    return normed, total
-
-
-def _all_reduce_add_rms_norm_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    unit_offset: bool,
-    group: str,
-    prefetch: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-def _all_gather_torch(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) -> torch.Tensor:
-    _group_of(group, num_ranks)
-    out = _all_gather_fake(x, num_ranks, group, dim)
-    registered = _registered(group)
-    _count("all_gather", x)
-    registered.gather_ways[registered.transport.all_gather_into(out, x.contiguous(), dim)] += 1
-    return out
-
-
-def _all_gather_fake(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) -> torch.Tensor:
-    if not 0 <= dim < min(x.ndim, 2):
-        raise ValueError(f"all_gather along dimension {dim} of {list(x.shape)}; it must be 0, or 1 where there is one")
-    return x.new_empty((*x.shape[:dim], num_ranks * x.shape[dim], *x.shape[dim + 1 :]))
-
-
-def _reduce_scatter_torch(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    process_group = _group_of(group, num_ranks)
-    out = _reduce_scatter_fake(x, num_ranks, group)
-    _count("reduce_scatter", x)
-    _scatter_sum_into(out, x.contiguous(), group=process_group)
-    return out
-
-
-def _reduce_scatter_fake(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    if x.shape[0] % num_ranks:
-        raise ValueError(f"reduce_scatter over {num_ranks} ranks needs rows that divide by them, got {x.shape[0]}")
-    return x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
-
-
-def _broadcast_torch(x: torch.Tensor, source: int, group: str) -> None:
-    process_group = _group(group)
-    _count("broadcast", x)
-    distributed.broadcast(x, group=process_group, group_src=source)
-
-
-def _broadcast_fake(x: torch.Tensor, source: int, group: str) -> None:
-    return None
-
-
-_all_reduce = define_op("all_reduce_(Tensor(a!) x, str group) -> ()", _all_reduce_torch, _all_reduce_fake)
-_all_reduce_add_rms_norm = define_op(
-    "all_reduce_add_rms_norm_(Tensor(a!) x, Tensor residual, Tensor weight, float eps, bool unit_offset, str group,"
-    " Tensor? prefetch=None) -> (Tensor, Tensor)",
-    _all_reduce_add_rms_norm_torch,
-    _all_reduce_add_rms_norm_fake,
-)
-_all_gather = define_op(
-    "all_gather(Tensor x, int num_ranks, str group, int dim=0) -> Tensor", _all_gather_torch, _all_gather_fake
-)
-_reduce_scatter = define_op(
-    "reduce_scatter(Tensor x, int num_ranks, str group) -> Tensor", _reduce_scatter_torch, _reduce_scatter_fake
-)
-_broadcast = define_op("broadcast_(Tensor(a!) x, int source, str group) -> ()", _broadcast_torch, _broadcast_fake)
+@define_op(mutates=["x"], collective=True)
+def _all_reduce_(x: torch.Tensor, group: str) -> None:
+    _sum_in_place(x, _registered(group))
 
 
 def all_reduce_(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum x over the ranks of `group`, in place (x contiguous); returns x. An unknown group is a RuntimeError."""
-    _all_reduce(x, group)
+    _all_reduce_(x, group)
     return x
 
 
+@define_op(mutates=["x"], collective=True)
 def all_reduce_add_rms_norm_(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -220,31 +134,66 @@ def all_reduce_add_rms_norm_(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fused_add_rms_norm` of the sum of x over the ranks of `group`, bit-equal to `all_reduce_` and then that.
 
-    x [..., N] contiguous; what it holds afterwards is left open. One kernel where the group's transport has one.
+    x [..., N] contiguous; its values after the call are undefined. One kernel where the group's transport has one.
     """
-    return cast(
-        tuple[torch.Tensor, torch.Tensor],
-        _all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, group, prefetch),
-    )
+    registered = _registered(group)
+    done = registered.transport.all_reduce_add_rms_norm(x, residual, weight, eps, unit_offset, prefetch)
+    if done is None:
+        _sum_in_place(x, registered)
+        return fused_add_rms_norm(x, residual, weight, eps, unit_offset, prefetch)
+    _count("all_reduce", x)
+    way, normed, total = done
+    registered.reduce_ways[way] += 1
+    return normed, total
 
 
+def _all_gather_fake(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) -> torch.Tensor:
+    if not 0 <= dim < min(x.ndim, 2):
+        raise ValueError(f"all_gather along dimension {dim} of {list(x.shape)}; it must be 0, or 1 where there is one")
+    return x.new_empty((*x.shape[:dim], num_ranks * x.shape[dim], *x.shape[dim + 1 :]))
+
+
+@define_op(fake=_all_gather_fake, collective=True)
 def all_gather(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) -> torch.Tensor:
     """The ranks' x one after another along dimension `dim`, rank 0 first: [N, ...] -> [num_ranks * N, ...] for 0.
 
     A dimension other than 0 and 1 is a ValueError.
     """
-    return cast(torch.Tensor, _all_gather(x, num_ranks, group, dim))
+    _group_of(group, num_ranks)
+    out = _all_gather_fake(x, num_ranks, group, dim)
+    registered = _registered(group)
+    _count("all_gather", x)
+    registered.gather_ways[registered.transport.all_gather_into(out, x.contiguous(), dim)] += 1
+    return out
 
 
+def _reduce_scatter_fake(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    if x.shape[0] % num_ranks:
+        raise ValueError(f"reduce_scatter over {num_ranks} ranks needs rows that divide by them, got {x.shape[0]}")
+    return x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
+
+
+@define_op(fake=_reduce_scatter_fake, collective=True)
 def reduce_scatter(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     """The sum of the ranks' x, of which each keeps its rows: [num_ranks * N, ...] -> [N, ...], rank 0 the first.
 
     Rows that do not divide by `num_ranks` are a ValueError.
     """
-    return cast(torch.Tensor, _reduce_scatter(x, num_ranks, group))
+    process_group = _group_of(group, num_ranks)
+    out = _reduce_scatter_fake(x, num_ranks, group)
+    _count("reduce_scatter", x)
+    _scatter_sum_into(out, x.contiguous(), group=process_group)
+    return out
+
+
+@define_op(mutates=["x"], collective=True)
+def _broadcast_(x: torch.Tensor, source: int, group: str) -> None:
+    process_group = _group(group)
+    _count("broadcast", x)
+    distributed.broadcast(x, group=process_group, group_src=source)
 
 
 def broadcast_(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
     """Copy x of rank `source` of the group into everyone's x, in place (x contiguous); returns x."""
-    _broadcast(x, source, group)
+    _broadcast_(x, source, group)
     return x

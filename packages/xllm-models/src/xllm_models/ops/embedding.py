@@ -1,32 +1,25 @@
-"""A rank's share of an embedding, as one op. The sum over the ranks belongs to `ops.collectives`."""
+"""One rank's shard of a vocabulary-parallel embedding, as an op. Summing the shards belongs to `ops.collectives`."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 from torch.nn import functional
 
-from .library import define_op
+from xllm_attention.op_library import define_op
 
-
-def _embedding_shard_torch(input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    local = input_ids - start
-    elsewhere = (local < 0) | (local >= count)
-    rows = functional.embedding(local.masked_fill(elsewhere, 0), weight)
-    return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
+from .triton_kernels import triton_kernel
 
 
 def _embedding_shard_fake(input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int) -> torch.Tensor:
     return weight.new_empty((*input_ids.shape, weight.shape[1]))
 
 
-_embedding_shard = define_op(
-    "embedding_shard(Tensor input_ids, Tensor weight, int start, int count) -> Tensor",
-    _embedding_shard_torch,
-    _embedding_shard_fake,
-    triton="embedding:embedding_shard",
-)
+@define_op(fake=_embedding_shard_fake, kernels=triton_kernel("embedding", "embedding_shard"))
+def _embedding_shard(input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    local = input_ids - start
+    elsewhere = (local < 0) | (local >= count)
+    rows = functional.embedding(local.masked_fill(elsewhere, 0), weight)
+    return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
 def embedding_shard(input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int) -> torch.Tensor:
@@ -37,4 +30,4 @@ def embedding_shard(input_ids: torch.Tensor, weight: torch.Tensor, start: int, c
     """
     if not 0 <= count <= weight.shape[0]:
         raise ValueError(f"count {count} is not within the weight's {weight.shape[0]} rows")
-    return cast(torch.Tensor, _embedding_shard(input_ids, weight, start, count))
+    return _embedding_shard(input_ids, weight, start, count)

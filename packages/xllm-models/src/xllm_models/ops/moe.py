@@ -5,12 +5,12 @@ T tokens, E experts, k experts a token, N hidden, I features of one expert (on t
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch.nn import functional
 
-from .library import LIBRARY, define_op
+from xllm_attention.op_library import define_op
+
+from .triton_kernels import triton_kernel
 
 
 def route(router_logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,26 +66,7 @@ def _moe_cpu(
     return total.to(x.dtype)
 
 
-def _moe_fake(
-    x: torch.Tensor,
-    router_logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    top_k: int,
-    normalize: bool,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-_moe = define_op(
-    "moe(Tensor x, Tensor router_logits, Tensor gate_up, Tensor down, int top_k, bool normalize) -> Tensor",
-    moe_static,
-    _moe_fake,
-    triton="moe:moe",
-)
-LIBRARY.impl("moe", _moe_cpu, "CPU")  # type: ignore[no-untyped-call]
-
-
+@define_op(kernels={"CPU": _moe_cpu, **triton_kernel("moe", "moe")})
 def moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -99,4 +80,4 @@ def moe(
     x [T, N]; router_logits [T, E]; gate_up [E, 2I, N], each expert's gate rows then its up rows; down [E, N, I]; p is
     the softmax over all experts, with `normalize` divided by its sum over the k. The sum is taken in fp32.
     """
-    return cast(torch.Tensor, _moe(x, router_logits, gate_up, down, top_k, normalize))
+    return moe_static(x, router_logits, gate_up, down, top_k, normalize)

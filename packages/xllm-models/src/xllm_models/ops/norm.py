@@ -7,11 +7,11 @@ hook, a recorded graph or torch.compile still looks at.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
-from .library import define_op
+from xllm_attention.op_library import define_op
+
+from .triton_kernels import triton_kernel
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool) -> torch.Tensor:
@@ -23,52 +23,7 @@ def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bo
     return weight * normed.to(x.dtype)
 
 
-def _rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
-    return normalize(x, weight, eps, unit_offset).contiguous()
-
-
-def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _fused_add_rms_norm_torch(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    unit_offset: bool = False,
-    prefetch: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = (x + residual).contiguous()
-    return _rms_norm_torch(total, weight, eps, unit_offset), total
-
-
-def _fused_add_rms_norm_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    unit_offset: bool = False,
-    prefetch: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-_rms_norm = define_op(
-    "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> Tensor",
-    _rms_norm_torch,
-    _rms_norm_fake,
-    triton="norm:rms_norm",
-)
-_fused_add_rms_norm = define_op(
-    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool unit_offset=False,"
-    " Tensor? prefetch=None) -> (Tensor, Tensor)",
-    _fused_add_rms_norm_torch,
-    _fused_add_rms_norm_fake,
-    triton="norm:fused_add_rms_norm",
-)
-
-
+@define_op(kernels=triton_kernel("norm", "rms_norm"))
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
 
@@ -76,9 +31,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: boo
     to x's dtype, then multiplied by the weight in that dtype: the order of roundings that HF transformers has for
     Llama. With `unit_offset` the factor is 1 + weight and all is rounded once at the end, as it has for Gemma.
     """
-    return cast(torch.Tensor, _rms_norm(x, weight, eps, unit_offset))
+    return normalize(x, weight, eps, unit_offset).contiguous()
 
 
+@define_op(kernels=triton_kernel("norm", "fused_add_rms_norm"))
 def fused_add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -92,4 +48,5 @@ def fused_add_rms_norm(
     x, residual [..., N]; weight [N]; both results are new and contiguous. `unit_offset` as in `rms_norm`. `prefetch` is
     the weight of the product that comes next, for the device's cache to load meanwhile; no result depends on it.
     """
-    return cast(tuple[torch.Tensor, torch.Tensor], _fused_add_rms_norm(x, residual, weight, eps, unit_offset, prefetch))
+    total = (x + residual).contiguous()
+    return normalize(total, weight, eps, unit_offset).contiguous(), total

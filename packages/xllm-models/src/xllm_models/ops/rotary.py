@@ -1,4 +1,5 @@
-"""Rotary position embedding of queries and keys from a table of cosines and sines, alone and behind their norms.
+"""Rotary position embedding of queries and keys from a table of cosines and sines, with or without their norms before
+it.
 
 Owns the rotation. The table (its frequencies and scaling) belongs to `layers.rotary`.
 T tokens, H query heads, K kv heads, D head dim, P positions of the table, R rotary features.
@@ -6,12 +7,12 @@ T tokens, H query heads, K kv heads, D head dim, P positions of the table, R rot
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
-from .library import define_op
+from xllm_attention.op_library import define_op
+
 from .norm import normalize
+from .triton_kernels import triton_kernel
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -27,64 +28,15 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
     return out
 
 
-def _rotary_torch(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
+def _rotary(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Rounded to the model's dtype before the products, as in HF transformers.
     cos, sin = cos_sin.index_select(0, positions).to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
-def _rotary_fake(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-def _qk_norm_rope_torch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    eps: float,
-    unit_offset: bool = False,
-    interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k = normalize(q, q_weight, eps, unit_offset), normalize(k, k_weight, eps, unit_offset)
-    return _rotary_torch(q, k, positions, cos_sin, interleaved)
-
-
-def _qk_norm_rope_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    eps: float,
-    unit_offset: bool = False,
-    interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-_rotary = define_op(
-    "rotary(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool interleaved=False) -> (Tensor, Tensor)",
-    _rotary_torch,
-    _rotary_fake,
-    triton="rotary:rotary",
-)
-_qk_norm_rope = define_op(
-    "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor positions, Tensor cos_sin, float eps, "
-    "bool unit_offset=False, bool interleaved=False) -> (Tensor, Tensor)",
-    _qk_norm_rope_torch,
-    _qk_norm_rope_fake,
-    triton="rotary:qk_norm_rope",
-)
-
-
+@define_op(kernels=triton_kernel("rotary", "rotary"))
 def rotary(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,9 +46,10 @@ def rotary(
     q [T, H, D], k [T, K, D], any strides; positions [T] int32 or int64, each below P; cos_sin [P, R] fp32, R/2
     cosines then R/2 sines, R even and at most D. Features beyond R pass through. The results are new and contiguous.
     """
-    return cast(tuple[torch.Tensor, torch.Tensor], _rotary(q, k, positions, cos_sin, interleaved))
+    return _rotary(q, k, positions, cos_sin, interleaved)
 
 
+@define_op(kernels=triton_kernel("rotary", "qk_norm_rope"))
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -112,5 +65,5 @@ def qk_norm_rope(
 
     The arguments and results of both; `unit_offset` as in `rms_norm`, `interleaved` as in `rotary`.
     """
-    out = _qk_norm_rope(q, k, q_weight, k_weight, positions, cos_sin, eps, unit_offset, interleaved)
-    return cast(tuple[torch.Tensor, torch.Tensor], out)
+    q, k = normalize(q, q_weight, eps, unit_offset), normalize(k, k_weight, eps, unit_offset)
+    return _rotary(q, k, positions, cos_sin, interleaved)
