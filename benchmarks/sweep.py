@@ -90,7 +90,7 @@ class Bench:
             "max_model_len": self.max_len,
             "eager_is_error": True,
             "progress": self.leads,
-            "graph_cut_ops": self.arguments.cut_ops,
+            "graph_cut_collectives": self.arguments.cut_collectives,
         }
         options |= more
         if mode == "piecewise" and not on_cuda:
@@ -288,7 +288,7 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tp", default="1", help="numbers of ranks, with commas between them; 1 comes first")
     parser.add_argument("--tp-backend", default="", help="of torch.distributed, such as gloo")
     parser.add_argument("--no-symmetric-memory", dest="symmetric_memory", action="store_false")
-    parser.add_argument("--cut-ops", default="", help="ops that piecewise graphs leave out, with commas between them")
+    parser.add_argument("--cut-collectives", action="store_true", help="piecewise graphs leave collectives out")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(command)
     for name, value in DEFAULTS[torch.device(arguments.device).type].items():

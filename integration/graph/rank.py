@@ -28,13 +28,13 @@ LIMITS = Limits(max_num_seqs=8, max_num_tokens=16, max_model_len=24, page_size=4
 class Setup:
     """A harness of two executors, with graphs and without, of this rank's share of the model."""
 
-    def __init__(self, place: ranks.Place, cut_ops: str) -> None:
+    def __init__(self, place: ranks.Place, cut_collectives: bool) -> None:
         torch.set_num_threads(1)
         backend = "recorded" if place.device == "cpu" else "cudagraphs"
         options = {
             "python_graph_backend": backend,
             "eager_is_error": True,
-            "graph_cut_ops": cut_ops,
+            "graph_cut_collectives": cut_collectives,
             "attention_backend": "torch",
         }
         self.harness, self.executor, self.reference = make_harness(make_model(place), LIMITS, options)
@@ -59,11 +59,11 @@ def make_model(place: ranks.Place) -> CausalLM:
 def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
     """Runs the conformance suite; returns this rank's statistics.
 
-    Options: `cut_ops`; `rule`, the limits of a `TransportRule` to put in the place of the measured one.
+    Options: `cut_collectives`; `rule`, the limits of a `TransportRule` that replaces the measured one.
     """
     if options.get("rule"):
         _sum_by(options["rule"], place)
-    setup = Setup(place, options["cut_ops"])
+    setup = Setup(place, options["cut_collectives"])
     for scenario in SCENARIOS[-4:]:
         scenario(setup.harness)
         setup.harness.clear()

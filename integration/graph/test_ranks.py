@@ -13,7 +13,6 @@ import pytest
 
 CAPTURED = {"piecewise": 3, "decode_graph": 1}
 CUT = {"piecewise": 7}
-SUMS = "xllm::all_reduce_,xllm::all_reduce_add_rms_norm_"
 ALL_TWO_SHOT = {"one_shot_max_bytes": 0, "two_shot_max_bytes": 1 << 20, "gather_max_bytes": 1 << 20}
 ALL_BY_GROUP = {"one_shot_max_bytes": 0, "two_shot_max_bytes": 16, "gather_max_bytes": 0}
 CUDA = pytest.mark.multi_gpu
@@ -32,20 +31,20 @@ def run(load: Callable[[str], ModuleType]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("device", "cut_ops", "rule", "graphs", "ways"),
+    ("device", "cut_collectives", "rule", "graphs", "ways"),
     [
-        pytest.param("cpu", "", None, CAPTURED, ["gloo"], id="cpu-captured"),
-        pytest.param("cpu", SUMS, None, CUT, ["gloo"], id="cpu-cut"),
-        pytest.param("cuda", "", None, CAPTURED, ["nccl", "one_shot"], id="cuda-by-rule", marks=CUDA),
-        pytest.param("cuda", "", ALL_TWO_SHOT, CAPTURED, ["nccl", "two_shot"], id="cuda-two-shot", marks=CUDA),
-        pytest.param("cuda", "", ALL_BY_GROUP, CAPTURED, ["nccl"], id="cuda-nccl", marks=CUDA),
-        pytest.param("cuda", SUMS, None, CUT, ["nccl", "one_shot"], id="cuda-cut", marks=CUDA),
+        pytest.param("cpu", False, None, CAPTURED, ["gloo"], id="cpu-captured"),
+        pytest.param("cpu", True, None, CUT, ["gloo"], id="cpu-cut"),
+        pytest.param("cuda", False, None, CAPTURED, ["nccl", "one_shot"], id="cuda-by-rule", marks=CUDA),
+        pytest.param("cuda", False, ALL_TWO_SHOT, CAPTURED, ["nccl", "two_shot"], id="cuda-two-shot", marks=CUDA),
+        pytest.param("cuda", False, ALL_BY_GROUP, CAPTURED, ["nccl"], id="cuda-nccl", marks=CUDA),
+        pytest.param("cuda", True, None, CUT, ["nccl", "one_shot"], id="cuda-cut", marks=CUDA),
     ],
 )
 def test_two_ranks_conform(
     run: Callable[..., Any],
     device: str,
-    cut_ops: str,
+    cut_collectives: bool,
     rule: dict[str, int] | None,
     graphs: dict[str, int],
     ways: list[str],
@@ -55,7 +54,7 @@ def test_two_ranks_conform(
 
     A step without tokens has nothing to sum: the group's own backend lets the ranks meet.
     """
-    outcome = run("conforms", {"cut_ops": cut_ops, "rule": rule}, device=device)
+    outcome = run("conforms", {"cut_collectives": cut_collectives, "rule": rule}, device=device)
     first, second = outcome.values
     assert first == second
     assert set(first["steps"]) == set(graphs)
@@ -116,7 +115,7 @@ def test_tokens_of_two_ranks_are_those_of_one(
     modes = "eager,piecewise" if device == "cuda:0" else "eager,graph,piecewise"
     command += f" --tp 1,2 --repeats 1 --shape small --modes {modes}"
     if device == "cuda:0":
-        command += f" --tp-backend gloo --cut-ops {SUMS},xllm::all_gather"
+        command += " --tp-backend gloo --cut-collectives"
     sweep = load("sweep")
     measured = sweep.run(sweep.parse(command.split()))
     two = measured["groups"][1]["stats"]

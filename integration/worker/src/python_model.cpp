@@ -13,12 +13,9 @@ namespace {
 using executor::PyCausalLM;
 using executor::PyExecutor;
 
-// What gloo does, a device graph cannot hold.
-constexpr const char* kCollectives = "xllm::all_reduce_,xllm::all_reduce_add_rms_norm_,xllm::all_gather";
-
-executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool leaves_out_collectives) {
+executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool cut_collectives) {
   return {{"python_graph_backend", options.python_graph_backend},
-          {"graph_cut_ops", leaves_out_collectives ? std::string(kCollectives) : std::string()},
+          {"graph_cut_collectives", cut_collectives},
           {"max_tokens_per_batch", options.max_tokens_per_batch},
           {"max_model_len", info.max_model_len}};
 }
@@ -32,6 +29,7 @@ class PythonTensorModel : public TensorModel {
                     std::optional<executor::TensorParallelGroup> group)
       : model_(std::move(model)),
         executor_(model_,
+                  // No CUDA graph can hold gloo's collectives.
                   executor_config(options, info, group && model_.device().is_cuda() && options.tp_backend == "gloo"),
                   options.max_seqs_per_batch),
         group_(std::move(group)) {

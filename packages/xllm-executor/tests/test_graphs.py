@@ -11,6 +11,7 @@ import torch
 
 from xllm_attention import BackendCapabilities
 from xllm_attention.backends.torch_backend import TorchBackend
+from xllm_attention.op_library import define_op
 from xllm_executor import ModelExecutor
 from xllm_executor import executor as executor_module
 from xllm_metadata import AttentionMetadata, build_attention_metadata
@@ -18,6 +19,11 @@ from xllm_models import CausalLM
 
 Caches = Callable[[CausalLM], list[tuple[torch.Tensor, torch.Tensor]]]
 Step = tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]
+
+
+@define_op(mutates=["x"], collective=True)
+def _executor_test_exchange_(x: torch.Tensor) -> None:
+    x.mul_(2)
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +188,24 @@ def test_ops_that_no_graph_may_hold_leave_no_full_graph(small_model: CausalLM, m
     assert stats["steps"] == {"piecewise": 3}
     assert stats["graph_misses"] == {"decode_graph": {"ops_not_captured": 1}}
     assert {graph["num_graphs"] for graph in stats["graphs"]} == {5}
+
+
+def test_collectives_that_no_graph_may_hold_leave_no_full_graph(small_model: CausalLM, make_caches: Caches) -> None:
+    forward = small_model.forward
+
+    def with_collective(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = forward(tokens, positions).clone()
+        _executor_test_exchange_(hidden)
+        return hidden + 0
+
+    small_model.forward = with_collective  # type: ignore[method-assign]
+    executor = make_executor(small_model, make_caches, graph_cut_collectives=True, eager_is_error=True)
+    reference = run_all(make_executor(small_model, make_caches, python_graph_backend="off"))
+    assert_same(run_all(executor), reference)
+    stats: Any = executor.stats()
+    assert stats["steps"] == {"piecewise": 3}
+    assert stats["graph_misses"] == {"decode_graph": {"ops_not_captured": 1}}
+    assert {graph["num_graphs"] for graph in stats["graphs"]} == {4}
 
 
 def test_no_step_but_decode_misses_the_decode_graph(small_model: CausalLM, make_caches: Caches) -> None:

@@ -136,6 +136,7 @@ def make_setup(place: tuple[str, str]) -> MakeSetup:
         warm: bool = True,
         model: ToyModel | None = None,
         cut_ops: Sequence[str] = (),
+        cut_collectives: bool = False,
         logits_in_graph: bool = True,
         limits: Limits = LIMITS,
     ) -> Setup:
@@ -154,7 +155,11 @@ def make_setup(place: tuple[str, str]) -> MakeSetup:
             logits_in_graph=logits_in_graph,
         )
         piecewise = PiecewiseGraphRunner(
-            *common, buckets=token_buckets(limits.max_num_tokens), page_size=limits.page_size, cut_ops=cut_ops
+            *common,
+            buckets=token_buckets(limits.max_num_tokens),
+            page_size=limits.page_size,
+            cut_ops=cut_ops,
+            cut_collectives=cut_collectives,
         )
         eager = EagerRunner(model, model.compute_logits, backend)
         runners = RunnerSet(eager, [decode, piecewise], runtime=runtime)

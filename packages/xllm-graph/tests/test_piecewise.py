@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from xllm_attention.op_library import define_op
 from xllm_graph import PiecewiseGraphRunner
 
 _LIBRARY = torch.library.Library("xllm_graph_test", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -25,6 +26,11 @@ def _doubled(x: torch.Tensor) -> None:
 
 _LIBRARY.impl("shifted", _shifted, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("doubled_", _doubled, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@define_op(mutates=["x"], collective=True)
+def _graph_test_exchange_(x: torch.Tensor) -> None:
+    x.add_(1)
 
 
 def with_ops(model: Any) -> None:
@@ -47,6 +53,22 @@ def test_extra_ops_run_between_graphs(make_setup: Callable[..., Any], cut: tuple
     first = setup.harness.add()
     setup.harness.step((first, 5))
     setup.harness.step((first, 4), (setup.harness.add(), 3))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_collective_runs_between_graphs_without_being_listed(make_setup: Callable[..., Any], cut: bool) -> None:
+    setup = make_setup(warm=False, cut_collectives=cut)
+    forward = setup.model.forward
+
+    def changed(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = forward(tokens, positions) * 2
+        _graph_test_exchange_(hidden)
+        return hidden - 1
+
+    setup.model.forward = changed
+    setup.runners.warmup()
+    assert {report.num_graphs for report in setup.piecewise.reports} == {3 + cut}
+    setup.harness.step((setup.harness.add(), 5))
 
 
 def test_results_of_ops_between_graphs_outlive_inference_mode(make_setup: Callable[..., Any]) -> None:

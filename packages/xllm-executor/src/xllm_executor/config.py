@@ -25,8 +25,10 @@ class ExecutorConfig:
             then steps of 16 up to the first that holds max_seqs_per_batch.
         graph_token_budget: number of tokens that piecewise graphs are captured for, rounded up to a bucket; a step of
             more than that runs eagerly.
-        graph_cut_ops: names of ops that piecewise graphs leave to eager execution, such as "xllm::all_reduce_", with
+        graph_cut_ops: names of ops that piecewise graphs leave to eager execution, such as "xllm::silu_and_mul", with
             commas between them, where the device cannot capture them. Decode then runs piecewise too.
+        graph_cut_collectives: the same for all collectives, for a process group whose backend cannot be captured, such
+            as gloo on CUDA.
         logits_in_graph: whether decode graphs compute the logits; False for a host that asks for hidden states.
         eager_is_error: a step that runs eagerly though a graph was asked for is an error.
         progress: show a progress bar of the warm-up on stderr.
@@ -44,6 +46,7 @@ class ExecutorConfig:
     graph_buckets: str = ""
     graph_token_budget: int = 8192
     graph_cut_ops: str = ""
+    graph_cut_collectives: bool = False
     logits_in_graph: bool = True
     eager_is_error: bool = False
     progress: bool = False

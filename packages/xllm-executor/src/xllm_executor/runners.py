@@ -93,7 +93,7 @@ def make_runners(
     preferred = []
     misses = []
     if sizes.decode_buckets:
-        if config.cut_ops:
+        if config.cut_ops or config.graph_cut_collectives:
             misses.append((DecodeGraphRunner.name, EagerReason.OPS_NOT_CAPTURED))
         elif Phase.DECODE in backend.capabilities.full_graph_phases:
             preferred.append(
@@ -118,6 +118,7 @@ def make_runners(
             buckets=sizes.token_buckets,
             page_size=page_size,
             cut_ops=config.cut_ops,
+            cut_collectives=config.graph_cut_collectives,
         )
     )
     return RunnerSet(eager, preferred, runtime=runtime, eager_is_error=config.eager_is_error, misses=misses)

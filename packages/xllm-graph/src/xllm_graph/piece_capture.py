@@ -15,6 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from xllm_attention.op_library import collective_ops
+
 from .runtime import GraphRuntime
 
 
@@ -27,12 +29,13 @@ class PieceCutter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         runtime: in an open session.
         cut_ops: names of ops to cut at, besides those tagged `cudagraph_unsafe`.
+        cut_collectives: cut at every op that is defined as a collective (`xllm_attention.op_library`).
     """
 
-    def __init__(self, runtime: GraphRuntime, cut_ops: Collection[str]) -> None:
+    def __init__(self, runtime: GraphRuntime, cut_ops: Collection[str], *, cut_collectives: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._runtime = runtime
-        self._cut_ops = frozenset(cut_ops)
+        self._cut_ops = frozenset(cut_ops) | (collective_ops() if cut_collectives else frozenset())
         self._pool_addresses: set[int] = set()
         self._num_ops = 0  # of the open piece
         self.calls: list[Callable[[], object]] = []

@@ -44,8 +44,9 @@ class PiecewiseGraphRunner:
         runtime: captures and replays.
         buckets: rising numbers of tokens; the last one is the largest step.
         page_size: tokens a page of the bound caches.
-        cut_ops: names such as "xllm::all_reduce_" of ops that run between graphs, besides those tagged
+        cut_ops: names such as "xllm::silu_and_mul" of ops that run between graphs, besides those tagged
             `torch.Tag.cudagraph_unsafe`.
+        cut_collectives: collectives run between graphs too, whatever their names.
 
     Raises:
         ValueError: buckets that do not rise or exceed the backend's limit, or an op that does not exist.
@@ -63,6 +64,7 @@ class PiecewiseGraphRunner:
         buckets: Sequence[int],
         page_size: int,
         cut_ops: Collection[str] = (),
+        cut_collectives: bool = False,
     ) -> None:
         self.buckets = checked_buckets(buckets)
         limit = backend.limits.max_num_tokens
@@ -74,6 +76,7 @@ class PiecewiseGraphRunner:
         self._runtime = runtime
         self._page_size = page_size
         self._cut_ops = checked_ops(cut_ops)
+        self._cut_collectives = cut_collectives
         self._inputs = TokenInputs(self.buckets[-1], backend.limits.device)
         self._chains: dict[int, _Chain] = {}
         self._bucket = 0  # of the last step
@@ -171,7 +174,7 @@ class PiecewiseGraphRunner:
                 self._backend.plan(step)
                 self._compute_logits(self._forward(*inputs), zeros[: min(bucket, self._backend.limits.max_num_seqs)])
             self._backend.plan(empty_batch(self._page_size, self._backend.limits.device))
-            cutter = PieceCutter(self._runtime, self._cut_ops)
+            cutter = PieceCutter(self._runtime, self._cut_ops, cut_collectives=self._cut_collectives)
             with cutter.capture():
                 hidden = self._forward(*inputs)
         return _Chain(calls=tuple(cutter.calls), num_graphs=cutter.num_graphs, hidden=self._runtime.borrow(hidden))
