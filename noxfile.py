@@ -1,15 +1,12 @@
-"""Every way of building and checking the project. `python3 ci/nox.py` runs the default sessions on a fresh machine."""
+"""Defines the nox sessions: build, checks, tests and benchmarks. `python3 ci/nox.py` runs the default ones."""
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO
 
 import nox
 
@@ -20,7 +17,7 @@ from environments import BELOW, PACKAGES, layered, package_dir, shared  # noqa: 
 
 nox.needs_version = ">=2025.2"
 nox.options.sessions = ["lint", "tests", "graph", "integration", "parity"]
-# Environments are layered over a shared one (ci/environments.py), which nox's own cannot be.
+# ci/environments.py makes the environments: nox cannot put one environment on top of a shared one.
 nox.options.default_venv_backend = "none"
 
 ENVIRONMENTS = ROOT / ".nox"
@@ -28,23 +25,7 @@ WORKER_BUILD = ENVIRONMENTS / "worker-build"
 TEXT_FRONT = ROOT / "integration" / "python"
 
 
-F = TypeVar("F", bound=Callable[..., None])
-
-
-def timed(function: F) -> F:
-    """Prints how long the session took, to the second."""
-
-    @functools.wraps(function)
-    def session_with_time(session: nox.Session, *arguments: Any, **options: Any) -> None:
-        start = time.monotonic()
-        function(session, *arguments, **options)
-        session.log(f"{session.name} took {time.monotonic() - start:.0f} s")
-
-    return session_with_time  # type: ignore[return-value]
-
-
 @nox.session
-@timed
 def lint(session: nox.Session) -> None:
     """ruff, mypy --strict and the import contracts."""
     python = shared(session)
@@ -59,34 +40,31 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 @nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
-@timed
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, in an environment with only the packages below it. Arguments go to pytest.
 
-    `-- --thorough` compares fifty random models a family instead of ten.
+    `-- --thorough` compares 50 random models per family instead of 10.
     """
     python = layered(session, ENVIRONMENTS / f"tests-{package}", (*BELOW[package], package), editable=True)
     run = _runner(session, python, XLLM_VALIDATE="1")
     present = f"[p for p in {PACKAGES} if importlib.util.find_spec('xllm_' + p)]"
     run("-c", f"import importlib.util; assert {present} == {sorted((*BELOW[package], package), key=PACKAGES.index)}")
-    # More random models: an option of the one package that has them.
+    # Only the tests of the models package define --thorough.
     arguments = [argument for argument in session.posargs if argument != "--thorough" or package == "models"]
     run("-m", "pytest", package_dir(package) / "tests", *arguments)
 
 
 @nox.session
-@timed
 def graph(session: nox.Session) -> None:
-    """Graphs against eager on real models, on the recorded runtime. Arguments go to pytest."""
+    """Compares graphs with eager execution on real models, on the recorded runtime. Arguments go to pytest."""
     python = _all_packages(session)
     run = _runner(session, python, XLLM_VALIDATE="1")
     run("-m", "pytest", "integration/graph", *session.posargs)
 
 
 @nox.session
-@timed
 def bench(session: nox.Session) -> None:
-    """Benchmarks on whatever device is there; results, tables and plots in build/bench."""
+    """Benchmarks on the GPU if there is one, else on the CPU; writes results, tables and plots to build/bench."""
     python = _all_packages(session)
     run = _runner(session, python)
     out = ROOT / "build" / "bench"
@@ -100,16 +78,14 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
-@timed
 def tests_gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device, on this machine's. Arguments go to ci/gpu.sh."""
+    """Runs the tests that need a CUDA device. Arguments go to ci/gpu.sh."""
     _runner(session, shared(session))("ci/gpu.sh", *session.posargs)
 
 
 @nox.session
-@timed
 def integration(session: nox.Session) -> None:
-    """Bridge, worker and text front, end to end. Arguments go to pytest."""
+    """Tests bridge, worker and text front end to end. Arguments go to pytest."""
     python = _worker_environment(session)
     worker = _build_worker(session, python)
     run = _runner(session, python, PYTHONPATH=str(TEXT_FRONT), XLLM_WORKER=str(worker), XLLM_VALIDATE="1")
@@ -117,9 +93,8 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
-@timed
 def parity(session: nox.Session) -> None:
-    """The native C++ model against the Python one, byte for byte, at one rank and at two. Arguments go to pytest."""
+    """Compares the native C++ model with the Python one, byte for byte, on one and two ranks. Arguments go to pytest."""
     python = _worker_environment(session)
     worker = _build_worker(session, python)
     run = _runner(session, python, PYTHONPATH=str(TEXT_FRONT), XLLM_WORKER=str(worker))
@@ -127,7 +102,6 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
-@timed
 def demo(session: nox.Session) -> None:
     """Answers a prompt with a real model: `nox -s demo -- ["prompt"]`, `nox -s demo -- --model DIR "prompt"`."""
     python = _worker_environment(session)
@@ -142,9 +116,8 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
-@timed
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of all packages in dist/, checked as an index would."""
+    """Builds wheels and sdists of all packages in dist/ and checks their metadata."""
     python = shared(session)
     run = _runner(session, python)
     dist = ROOT / "dist"
@@ -155,12 +128,12 @@ def build(session: nox.Session) -> None:
 
 
 def _worker_environment(session: nox.Session) -> Path:
-    """An environment with all packages installed from wheels, as a host has them."""
+    """Makes an environment with all packages installed from wheels, as in a deployment."""
     return layered(session, ENVIRONMENTS / "worker", PACKAGES, editable=False)
 
 
 def _all_packages(session: nox.Session) -> Path:
-    """An environment with all packages, linked to the source tree."""
+    """Makes an environment with all packages in editable mode."""
     return layered(session, ENVIRONMENTS / "tests-executor", PACKAGES, editable=True)
 
 
@@ -171,7 +144,7 @@ def _build_worker(session: nox.Session, python: Path) -> Path:
 def _build(
     session: nox.Session, python: Path, source: str, build: Path, target: str, *, everything: bool = False
 ) -> Path:
-    """Builds a C++ project against the bridge, with the environment's own cmake and ninja; prints the progress."""
+    """Builds a C++ project against the bridge, with the shared environment's cmake and ninja. Logs go to stderr."""
     tools = shared(session).parent
     cmake = str(tools / "cmake")
     cmake_dir = str(
@@ -183,19 +156,19 @@ def _build(
         f"-DPython_EXECUTABLE={python}", f"-Dxllm_executor_DIR={cmake_dir}",
         external=True, silent=True,
     )  # fmt: skip
-    # stdout belongs to what the session is for, the demo's answer above all.
+    # Only a session's result goes to stdout, for example the answer of the demo.
     targets = [] if everything else ["--target", target]
     session.run(cmake, "--build", str(build), *targets, external=True, stdout=sys.stderr, stderr=sys.stderr)
     return build / target
 
 
 class _Runner:
-    """Runs commands in one environment: a first argument that is an option or a .py file goes to its python."""
+    """Runs commands in one environment. Its Python runs a command that begins with an option or a .py file."""
 
     def __init__(self, session: nox.Session, python: Path, environment: dict[str, str]) -> None:
         self._session = session
         self._python = python
-        # Two programs on two cores: threads that spin while they wait would take them from each other.
+        # Several processes share few cores: OpenMP threads that spin while they wait would slow the others down.
         self._environment = {"OMP_WAIT_POLICY": "PASSIVE", **environment}
 
     def __call__(self, *command: object, stdout: IO[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Python environments for nox sessions: one shared set of third-party packages, small environments on top of it.
+"""Makes the Python environments of the nox sessions: one shared set of third-party packages, small ones on top of it.
 
 A torch environment costs a gigabyte and most of a minute, and third-party packages are the same for all sessions. So
 they are installed once, in `.nox/shared-HASH`, and every other environment sees them through a .pth file. The
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "ci" / "requirements.txt"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 
-# In import order: each package may use those before it, except that graph and models know nothing of each other.
+# In import order. The value lists the packages that the key may import.
 BELOW: dict[str, tuple[str, ...]] = {
     "metadata": (),
     "attention": ("metadata",),
@@ -34,12 +34,12 @@ PACKAGES = tuple(BELOW)
 
 
 def package_dir(package: str) -> Path:
-    """The source folder of one of `PACKAGES`."""
+    """Returns the source folder of one of `PACKAGES`."""
     return ROOT / "packages" / f"xllm-{package}"
 
 
 def shared(session: nox.Session) -> Path:
-    """The python of the shared third-party environment, which is made when it is missing."""
+    """Returns the Python of the shared third-party environment. Makes it on the first call."""
     key = hashlib.sha256(REQUIREMENTS.read_bytes() + CONSTRAINTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
     folder = ROOT / ".nox" / f"shared-{key}"
     python = folder / "bin" / "python"
@@ -54,14 +54,14 @@ def shared(session: nox.Session) -> Path:
 
 
 def site_packages(session: nox.Session, python: Path) -> Path:
-    """The site-packages folder of an environment."""
+    """Returns the site-packages folder of an environment."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     output = session.run(str(python), "-c", code, external=True, silent=True, log=False)
     return Path(str(output).strip())
 
 
 def layered(session: nox.Session, folder: Path, packages: Sequence[str], *, editable: bool) -> Path:
-    """The python of an environment in `folder` with the shared packages and, of the project's own, just `packages`.
+    """Returns the Python of an environment in `folder`: the shared packages and, of this project, only `packages`.
 
     Editable packages are linked to the source tree; otherwise wheels are built and installed when the sources changed.
     """
@@ -71,7 +71,7 @@ def layered(session: nox.Session, folder: Path, packages: Sequence[str], *, edit
     wanted = f"{base}\n{sys.version}"
     if not stamp.is_file() or stamp.read_text() != wanted:
         shutil.rmtree(folder, ignore_errors=True)
-        # Without pip, and so without the old setuptools that venv may bring: both come from the shared environment.
+        # pip and setuptools come from the shared environment: venv may bring an old setuptools.
         _run(session, sys.executable, "-m", "venv", "--without-pip", folder)
         (site_packages(session, python) / "shared.pth").write_text(f"{base}\n")
         stamp.write_text(wanted)
@@ -82,14 +82,14 @@ def layered(session: nox.Session, folder: Path, packages: Sequence[str], *, edit
         _run(session, *pip, "install", *options, *arguments)
     else:
         sources = [package_dir(package) for package in packages]
-        # Installing anew would give the bridge's sources new dates, and C++ that uses them a rebuild.
+        # A reinstall changes the modification times of the bridge's sources, which makes cmake rebuild all C++.
         installed, fingerprint = folder / "installed", _fingerprint(sources)
         if installed.is_file() and installed.read_text() == fingerprint:
             return python
         installed.unlink(missing_ok=True)
         wheels = folder / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
-        for source in sources:  # setuptools would pack files that have since been deleted
+        for source in sources:  # setuptools would pack stale files that were deleted from src
             shutil.rmtree(source / "build", ignore_errors=True)
         _run(session, *pip, "wheel", *options, "--wheel-dir", wheels, *sources)
         _run(session, *pip, "install", "--force-reinstall", *options, *sorted(wheels.glob("*.whl")))

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# GPU tests and benchmarks on a host without a package registry: nothing is installed but wheels that lie in .wheels/.
+# Runs GPU tests and benchmarks on a host without a package registry. Only wheels from the folder .wheels are installed.
 #
 #   ci/gpu.sh [--attention] [--graph] [--models] [--integration] [--worker] [--bench-attention] [--bench-ops]
 #             [--bench-sweep] [--tp N] [--bench-collectives N] [--device cpu] [--out DIR]
 #
-# Without a part, all tests run, and no benchmark. --worker builds the C++ worker and the bridge's step benchmark with the
-# host's cmake and compiler and runs both; with --device cpu a machine without a GPU does the same. --tp N runs the tests
-# and the sweep of N ranks on N GPUs. What was found goes to DIR as JSON. A host without the history says in XLLM_COMMIT
-# which commit this is. The host brings python3 with torch, triton, transformers, pytest and hypothesis (pytest-xdist and
-# pytest-timeout are used where present); for --worker also cmake, ninja or make, a C++20 compiler, a shared libpython
-# with its headers, and the wheel nlohmann-json.
-# FlashInfer comes as wheels (flashinfer-python, apache-tvm-ffi); kernels that it
-# has compiled before may lie in .wheels/flashinfer-aot/NAME/NAME.so, which saves their compilation.
+# Without an option, all tests run, but no benchmark. --worker builds the C++ worker and the bridge's step benchmark with
+# the host's cmake and compiler, then runs both; with --device cpu this works without a GPU. --tp N runs the tests and the
+# sweep of N ranks on N GPUs. Results go to DIR as JSON. XLLM_COMMIT names the commit on a host without the git history.
+#
+# The host needs python3 with torch, triton, transformers, pytest and hypothesis; pytest-xdist and pytest-timeout are
+# optional. --worker also needs cmake, ninja or make, a C++20 compiler, a shared libpython with its headers, and the wheel
+# nlohmann-json. FlashInfer comes as wheels (flashinfer-python, apache-tvm-ffi). Kernels that it has compiled before are
+# used from .wheels/flashinfer-aot/NAME/NAME.so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -30,7 +30,7 @@ while [ $# -gt 0 ]; do
 done
 [ ${#parts[@]} -gt 0 ] || parts=(attention graph models integration worker)
 if [ "$device" != cuda ] && [ "${parts[*]}" != worker ]; then
-  echo "--device $device: on this device there is --worker alone" >&2
+  echo "--device $device: only --worker runs on this device" >&2
   exit 2
 fi
 
@@ -45,7 +45,7 @@ if compgen -G ".wheels/*.whl" >/dev/null; then
 fi
 sources=$(printf '%s:' "$PWD"/packages/*/src)
 export PYTHONPATH="$site:$sources$PWD/integration/python" PYTHONUNBUFFERED=1
-# No NVLink multicast: nothing here needs it, and a program that ends badly can leave it unusable for others.
+# NVLink multicast is off: nothing here needs it, and a crashed program can leave it unusable for others.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 if [ "$device" = cuda ]; then
   export XLLM_GPU_TESTS=1
@@ -58,14 +58,14 @@ gpu_tests() { # PART FOLDER WORKERS [MARKER]
   if python3 -c 'import pytest_timeout' 2>/dev/null; then options+=(--timeout 200 --timeout-method thread); fi
   if [ "$3" -gt 1 ] && python3 -c 'import xdist' 2>/dev/null; then options+=(-n "$3"); fi
   timeout --foreground 900 python3 -m pytest "${options[@]}" "$2" || code=$?
-  # A run that was stopped leaves no report.
+  # A run that hit the time limit writes no report.
   if [ -f "$site/$1.xml" ]; then
     python3 benchmarks/tested.py "$site/$1.xml" --device "$device" --out "$out/tests-$1-$name.json" || code=$?
   fi
   return "$code"
 }
 
-build() { # SOURCE TARGET, with the host's own cmake and torch
+build() { # SOURCE TARGET: with the host's cmake and torch
   local folder="build/${device}-${1##*/}" options
   mapfile -t options < <(python3 ci/embedding.py)
   [ ${#options[@]} -gt 0 ] || return 1
@@ -81,7 +81,7 @@ build() { # SOURCE TARGET, with the host's own cmake and torch
 worker() {
   local code=0 bridge workers=$(($(nproc) < 8 ? $(nproc) : 8)) markers="gpu or multi_gpu"
   if [ "$device" != cuda ]; then markers="not gpu and not multi_gpu"; fi
-  if [ ! -d build/json ]; then # apart from $site, which the next run has elsewhere; not by import, which needs more
+  if [ ! -d build/json ]; then # a fixed folder: cmake caches the path, and $site changes per run
     mkdir -p build
     cp -r "$(python3 -c 'import importlib.util as u; print(u.find_spec("nlohmann_json").submodule_search_locations[0])')/include" \
       build/json || return 1
@@ -129,7 +129,7 @@ run_part() {
 failed=()
 for part in "${parts[@]}"; do
   echo "== $part"
-  run_part "$part" || failed+=("$part") # the others run all the same
+  run_part "$part" || failed+=("$part") # the other parts still run
 done
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}" >&2

@@ -1,4 +1,4 @@
-"""Runs nox from an environment of its own: a fresh machine needs nothing but Python."""
+"""Runs nox from its own virtual environment, so that a fresh machine needs only Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REQUIREMENTS = ("nox==2026.10.20", "virtualenv==21.15.11", "tqdm==4.70.1")
 
 
 def main() -> None:
-    """Makes the environment when it is missing or was made for other requirements, then becomes nox."""
+    """Makes the environment when it is missing or its requirements have changed, then replaces this process by nox."""
     folder = ROOT / ".nox" / "bootstrap"
     python = folder / "bin" / "python"
     stamp = folder / "requirements.txt"
