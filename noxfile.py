@@ -94,7 +94,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """Compares the native C++ model with the Python one, byte for byte, on one and two ranks. Arguments go to pytest."""
+    """Compares the native C++ model with the Python one, byte for byte, on 1 and 2 ranks. Arguments go to pytest."""
     python = _worker_environment(session)
     worker = _build_worker(session, python)
     run = _runner(session, python, PYTHONPATH=str(TEXT_FRONT), XLLM_WORKER=str(worker))
