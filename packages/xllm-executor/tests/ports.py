@@ -45,10 +45,17 @@ class KeepsATensor(Sound):
 
 
 class SumsTwice(Sound):
-    """Adds over the ranks in the projection and again in the norm behind it."""
+    """Sums over the ranks in the projection and again in the norm after it."""
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().build(config, tp)
         layers: Any = self.model.layers
         for layer in layers:
-            layer.self_attn.o_proj.reduce = tp.size > 1
+            layer.self_attn.o_proj.reduce = True
+
+
+class ScalesByRanks(Sound):
+    """Right on one rank only, in a way that building the model does not find."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, positions) * self.tp.size

@@ -65,7 +65,7 @@ def test_a_sound_port_passes(port: str, checkpoint: Path, capsys: pytest.Capture
     [
         ("ReadsPositions", [], "FAIL  recorded: captures: "),
         ("KeepsATensor", [], "FAIL  recorded: every_live_size: "),
-        ("SumsTwice", ["--tp", "2"], "FAIL  2 ranks give the logits of one: relative error "),
+        ("ScalesByRanks", ["--tp", "2"], "FAIL  2 ranks give the logits of one: relative error "),
     ],
 )
 def test_a_fault_is_found(
@@ -82,6 +82,11 @@ def test_bad_input_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[str]
         ([str(checkpoint)], "unsupported architecture 'PortForCausalLM'"),
         ([str(checkpoint), "--model", "ports:Nothing"], "module ports has no Nothing"),
         ([str(checkpoint), "--model", "ports:Sound", "--tp", "0"], "--tp is 0; it must be at least 1"),
+        (
+            [str(checkpoint), "--model", "ports:SumsTwice"],
+            "model.layers.0.post_attention_layernorm sums its input over the ranks (tp=...), but that is no "
+            "partial sum: it comes from model.layers.0.self_attn.o_proj",
+        ),
         (["nowhere"], "model directory nowhere does not exist"),
     ):
         assert main(["check", *arguments]) == 2

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,10 +53,12 @@ class RankPool:
             process.stdout.close()
             log.close()
 
-    def run(self, directory: Path, size: int, **options: Any) -> list[list[Any]]:
+    def run(
+        self, directory: Path, size: int, *, loader: str = "xllm_models:load_model", **options: Any
+    ) -> list[list[Any]]:
         """(sequence, first position, logits [n, vocab]) of every entry of every step, one list for each rank.
 
-        `options` go to `load_model`. A rank that fails is an AssertionError with its traceback.
+        `options` go to `loader`, MODULE:FUNCTION. A rank that fails is an AssertionError with its traceback.
         """
         import torch
 
@@ -63,6 +66,7 @@ class RankPool:
         outputs = [self._directory / f"job{self._num_jobs}-rank{rank}.pt" for rank in range(size)]
         for process, output in zip(self._ranks[:size], outputs, strict=True):
             job = {"directory": str(directory), "size": size, "output": str(output), "options": options}
+            job["loader"] = loader
             assert process.stdin is not None
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
@@ -100,14 +104,14 @@ def serve(rank: int, rendezvous: str) -> None:
     distributed.destroy_process_group()
 
 
-def _run_job(rank: int, groups: Any, directory: str, size: int, output: str, options: Any) -> None:
+def _run_job(rank: int, groups: Any, directory: str, size: int, output: str, options: Any, loader: str) -> None:
     import torch
     from paged_session import PagedSession, run_steps
 
-    from xllm_models import load_model
     from xllm_models.ops import register_group, unregister_group
 
-    model = load_model(directory, tp_rank=rank, tp_size=size, **options)
+    module, _, function = loader.partition(":")
+    model = getattr(import_module(module), function)(directory, tp_rank=rank, tp_size=size, **options)
     register_group("tp", groups[size])
     try:
         results = list(run_steps(model))

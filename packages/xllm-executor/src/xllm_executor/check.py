@@ -165,8 +165,8 @@ def _over_ranks(model: CausalLM, options: Options) -> str | None:
     if error <= tolerance:
         return None
     return (
-        f"relative error {error:.2e} beyond {tolerance:g}. A sum over the ranks is taken twice, or not at all: see "
-        "reduce=False and tp= in docs/porting.md"
+        f"relative error {error:.2e} beyond {tolerance:g}: some layer's result depends on the number of ranks, see "
+        "docs/porting.md"
     )
 
 

@@ -18,6 +18,7 @@ from xllm_attention import Attention, AttentionSpec
 from .config import ModelConfig
 from .layers import ParallelLMHead, TensorParallel
 from .loading import StateDict, WeightMap, dequantized, load_weights
+from .passes import NextWeights, PartialSums, run_on_meta
 
 
 class CausalLM(nn.Module, ABC):
@@ -57,7 +58,12 @@ class CausalLM(nn.Module, ABC):
         self.tp = tp or TensorParallel()
         with torch.device("meta"):
             self.build(config, self.tp)
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(self.dtype)
+        next_weights = NextWeights()
+        run_on_meta(self, decoder=self.model, lm_head=self.lm_head, observers=(PartialSums(), next_weights))
         _materialize(self, self.device, self.dtype)
+        next_weights.assign()
         self.attention_specs = _attention_specs(self)
         self.eval()
 

@@ -198,10 +198,8 @@ class ResidualLayerNorm(nn.Module):
         super().__init__()
         self.inner = norm
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, prefetch: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out: tuple[torch.Tensor, torch.Tensor] = self.inner(x, residual, prefetch)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out: tuple[torch.Tensor, torch.Tensor] = self.inner(x, residual)
         return out
 
 

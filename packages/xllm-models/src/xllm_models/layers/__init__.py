@@ -7,6 +7,7 @@ from .mlp import GatedMLP
 from .moe import SparseMoE
 from .norm import ResidualLayerNorm, ResidualRMSNorm, RMSNorm
 from .parallel import Part, PartitionedModule, Segment, TensorParallel
+from .prefetch import PrefetchingModule
 from .rotary import RotaryEmbedding
 from .vocabulary import ParallelLMHead, VocabParallelEmbedding
 
@@ -18,6 +19,7 @@ __all__ = [
     "ParallelLMHead",
     "Part",
     "PartitionedModule",
+    "PrefetchingModule",
     "QKVParallelLinear",
     "RMSNorm",
     "ResidualLayerNorm",

@@ -107,7 +107,7 @@ class RowParallelLinear(PartitionedModule):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.reduce = reduce and tp.size > 1
+        self.reduce = reduce
         self.segment = tp.cut("in_features", in_features)
         self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(out_features, self.segment.count))
@@ -128,4 +128,4 @@ class RowParallelLinear(PartitionedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = linear(x, self.weight, self.bias if self.tp.rank == 0 else None)
-        return all_reduce_(out, self.tp.group) if self.reduce else out
+        return all_reduce_(out, self.tp.group) if self.reduce and self.tp.size > 1 else out

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
 
 from ..ops import gelu_and_mul, silu_and_mul
 from .linear import GateUpLinear, RowParallelLinear
 from .parallel import TensorParallel
+from .prefetch import PrefetchingModule
 
 _GATED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": silu_and_mul,
@@ -20,7 +20,7 @@ _GATED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(PrefetchingModule):
     """x [T, hidden] -> [T, hidden]; `reduce` as for `RowParallelLinear`. An unknown activation is a ValueError."""
 
     def __init__(
@@ -41,6 +41,6 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, reduce=reduce, tp=tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.activation(self.gate_up_proj(x), prefetch=self.down_proj.weight)
+        inner = self.activation(self.gate_up_proj(x), prefetch=self.next_weight)
         out: torch.Tensor = self.down_proj(inner)
         return out

@@ -65,7 +65,7 @@ class SparseMoE(nn.Module):
         if hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act {hidden_act!r} of experts is not supported; supported: ['silu', 'swish']")
         self.tp = tp
-        self.reduce = reduce and tp.size > 1
+        self.reduce = reduce
         self.top_k = config.num_experts_per_token
         self.normalize = config.normalize
         self.gate = Router(hidden_size, config.num_experts)
@@ -73,4 +73,4 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = moe(x, self.gate(x), self.experts.gate_up, self.experts.down, self.top_k, self.normalize)
-        return all_reduce_(out, self.tp.group) if self.reduce else out
+        return all_reduce_(out, self.tp.group) if self.reduce and self.tp.size > 1 else out

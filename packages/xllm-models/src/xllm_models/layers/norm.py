@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from ..ops import all_reduce_, all_reduce_add_rms_norm_, fused_add_rms_norm, rms_norm
 from .parallel import TensorParallel
+from .prefetch import PrefetchingModule
 
 
 class RMSNorm(nn.Module):
@@ -23,45 +24,43 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.unit_offset)
 
 
-class ResidualRMSNorm(nn.Module):
+class ResidualRMSNorm(PrefetchingModule):
     """(x, residual) -> (norm of x + residual, x + residual). Without a residual (at the first layer) x begins one.
 
-    With `tp` an x that comes with a residual is this rank's term of a sum (`reduce=False` of the layer before), and is
-    used up: adding over the ranks, to the residual, and the norm are one op.
+    With `tp` an x that comes with a residual is a partial sum (`reduce=False` of the layer before): the sum over the
+    ranks, the residual sum and the norm are one op, which overwrites x.
     """
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool = False, tp: TensorParallel | None = None) -> None:
         super().__init__()
         self.eps = eps
         self.unit_offset = unit_offset
+        self.tp = tp
         self.group = tp.group if tp is not None and tp.size > 1 else None
         self.weight = nn.Parameter(torch.empty(size))
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, prefetch: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`prefetch`: the weight of the product that comes next, as of `fused_add_rms_norm`."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             return rms_norm(x, self.weight, self.eps, self.unit_offset), x
         if self.group is None:
-            return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset, prefetch)
-        return all_reduce_add_rms_norm_(x, residual, self.weight, self.eps, self.unit_offset, self.group, prefetch)
+            return fused_add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset, self.next_weight)
+        return all_reduce_add_rms_norm_(
+            x, residual, self.weight, self.eps, self.unit_offset, self.group, self.next_weight
+        )
 
 
 class ResidualLayerNorm(nn.Module):
-    """As `ResidualRMSNorm`, with a layer norm (arXiv:1607.06450); it is made of torch's ops."""
+    """As `ResidualRMSNorm`, with a layer norm (arXiv:1607.06450), composed of PyTorch ops. It prefetches nothing."""
 
     def __init__(self, size: int, eps: float, *, bias: bool = False, tp: TensorParallel | None = None) -> None:
         super().__init__()
         self.eps = eps
+        self.tp = tp
         self.group = tp.group if tp is not None and tp.size > 1 else None
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, prefetch: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`prefetch` is for a norm of the other kind to stand here; nothing is done with it."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is not None:
             x = (x if self.group is None else all_reduce_(x, self.group)) + residual
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps), x

@@ -77,9 +77,9 @@ class Gemma3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.input_layernorm(hidden, residual, self.self_attn.qkv_proj.weight)
+        hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.post_attention_layernorm(self.self_attn(positions, hidden))
-        hidden, residual = self.pre_feedforward_layernorm(hidden, residual, self.mlp.gate_up_proj.weight)
+        hidden, residual = self.pre_feedforward_layernorm(hidden, residual)
         return self.post_feedforward_layernorm(self.mlp(hidden)), residual
 
 
