@@ -171,6 +171,8 @@ def test_too_many_pages_and_missing_fields_are_named() -> None:
         make_static().fill(dataclasses.replace(MIXED, qo_indptr=None), num_tokens=8, num_seqs=4)
     with pytest.raises(ValueError, match=r"no static buffers for optional fields .'nope'."):
         make_static(optional=["nope"])
+    with pytest.raises(ValueError, match=r"no static buffers for optional fields .'dp_is_decode'."):
+        make_static(optional=["block_table", "dp_is_decode"])  # sized by the number of data-parallel ranks
     with pytest.raises(ValueError, match="capacity of B is 0"):
         StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=0, max_num_pages=1, device="cpu")
 

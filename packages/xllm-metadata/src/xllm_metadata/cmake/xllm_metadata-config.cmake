@@ -1,4 +1,4 @@
-# Defines the header-only target xllm::metadata. The headers use ATen's: link it together with torch.
+# Defines the header-only target xllm::metadata. Its headers include ATen, so its users also link torch.
 cmake_minimum_required(VERSION 3.20)
 if(NOT TARGET xllm::metadata)
   add_library(xllm::metadata INTERFACE IMPORTED)
