@@ -47,8 +47,6 @@ def tests(session: nox.Session, package: str) -> None:
     """
     python = layered(session, ENVIRONMENTS / f"tests-{package}", (*BELOW[package], package), editable=True)
     run = _runner(session, python, XLLM_VALIDATE="1")
-    present = f"[p for p in {PACKAGES} if importlib.util.find_spec('xllm_' + p)]"
-    run("-c", f"import importlib.util; assert {present} == {sorted((*BELOW[package], package), key=PACKAGES.index)}")
     # Only the tests of the models package define --thorough.
     arguments = [argument for argument in session.posargs if argument != "--thorough" or package == "models"]
     run("-m", "pytest", package_dir(package) / "tests", *arguments)

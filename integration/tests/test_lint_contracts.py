@@ -1,4 +1,4 @@
-"""`nox -s lint` fails when a model reaches for a kernel library, a graph or a device runtime: each fault is planted."""
+"""Each import rule of `nox -s lint` finds a planted violation: import-linter contracts and ruff's ban of torch.cuda."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = Path("packages/xllm-models/src/xllm_models/models/llama.py")
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what lint reads of the packages."""
+    """A copy of the sources and the tool configuration."""
     shutil.copy(REPO / "pyproject.toml", tmp_path)
     for source in sorted((REPO / "packages").glob("*/src")):
         target = tmp_path / source.relative_to(REPO)
@@ -45,17 +45,18 @@ def plant(tree: Path, line: str) -> None:
     path.write_text(text.replace("\nfrom torch import nn\n", f"\nfrom torch import nn\n{line}\n", 1))
 
 
-def test_the_tree_as_it_is_passes(tree: Path) -> None:
+def test_the_unchanged_tree_passes(tree: Path) -> None:
     result = lint_imports(tree)
     assert result.returncode == 0, result.stdout
-    assert ruff(tree).returncode == 0
+    result = ruff(tree)
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize(
     ("line", "module"),
     [
         ("import flashinfer", "flashinfer"),
-        ("import xllm_graph", "xllm_graph"),
+        ("import xllm_graph", "xllm_graph"),  # the sibling package
         ("from xllm_attention.backends import torch_backend", "xllm_attention.backends"),
         ("import xllm_executor", "xllm_executor"),
     ],
@@ -64,20 +65,22 @@ def test_a_planted_import_breaks_the_contract(tree: Path, line: str, module: str
     plant(tree, line)
     result = lint_imports(tree)
     assert result.returncode != 0
-    assert "BROKEN" in result.stdout
+    assert result.stdout.count(" BROKEN") == 1
     assert f"xllm_models.models.llama -> {module}" in result.stdout
 
 
-@pytest.mark.parametrize("line", ["import torch.cuda", "from torch import cuda", "from torch.cuda import Stream"])
-def test_a_planted_device_runtime_is_found(tree: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+        "DEVICES = torch.cuda.device_count()",
+    ],
+)
+def test_a_planted_use_of_torch_cuda_is_found(tree: Path, line: str) -> None:
     plant(tree, line)
     result = ruff(tree)
-    assert result.returncode != 0
+    assert result.returncode == 1
     assert "TID251 `torch.cuda" in result.stdout
     assert "llama.py" in result.stdout
-
-
-def test_a_use_without_an_import_is_found(tree: Path) -> None:
-    plant(tree, "DEVICES = torch.cuda.device_count()")
-    result = ruff(tree)
-    assert "TID251 `torch.cuda` is banned" in result.stdout
