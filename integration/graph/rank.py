@@ -74,8 +74,8 @@ def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "steps": stats["steps"],
         "graphs": graphs,
-        "ways": sorted(group["all_reduce_ways"]),
-        "gather_ways": sorted(group["all_gather_ways"]),
+        "algorithms": sorted(group["all_reduce_algorithms"]),
+        "gather_algorithms": sorted(group["all_gather_algorithms"]),
         "transport": group["transport"],
     }
 
@@ -106,4 +106,4 @@ def _sum_by(limits: dict[str, int], place: ranks.Place) -> None:
     assert world is not None
     unregister_group("tp")
     transport = SymmetricTransport(world, torch.device(place.device), TransportRule(**limits))
-    register_group("tp", world, transport, remark=f"symmetric memory, {limits}")
+    register_group("tp", world, transport, description=f"symmetric memory, {limits}")

@@ -31,7 +31,7 @@ def run(load: Callable[[str], ModuleType]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("device", "cut_collectives", "rule", "graphs", "ways"),
+    ("device", "cut_collectives", "rule", "graphs", "algorithms"),
     [
         pytest.param("cpu", False, None, CAPTURED, ["gloo"], id="cpu-captured"),
         pytest.param("cpu", True, None, CUT, ["gloo"], id="cpu-cut"),
@@ -47,7 +47,7 @@ def test_two_ranks_conform(
     cut_collectives: bool,
     rule: dict[str, int] | None,
     graphs: dict[str, int],
-    ways: list[str],
+    algorithms: list[str],
 ) -> None:
     """Two layers: two cuts at attention, and with the collectives five more. The first is the embedding's, the last
     ends the model.
@@ -59,7 +59,7 @@ def test_two_ranks_conform(
     assert first == second
     assert set(first["steps"]) == set(graphs)
     assert first["graphs"] == graphs
-    assert first["ways"] == ways
+    assert first["algorithms"] == algorithms
     assert outcome.end_s < 10
 
 

@@ -30,8 +30,8 @@ assert ops.group_stats() == {
     "tp": {
         "num_ranks": 2,
         "backend": "gloo",
-        "all_reduce_ways": {"gloo": 1},
-        "all_gather_ways": {},
+        "all_reduce_algorithms": {"gloo": 1},
+        "all_gather_algorithms": {},
         "transport": "gloo, for rank 0: device cpu has no symmetric memory",
     }
 }

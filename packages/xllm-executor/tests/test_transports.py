@@ -40,7 +40,7 @@ def test_a_rank_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_rank_info(cpu, allowed=True).refusal == "device cpu has no symmetric memory"
     assert local_rank_info(cpu, allowed=False).refusal == "symmetric memory is switched off"
     assert local_rank_info(cpu, allowed=True).host == local_rank_info(cpu, allowed=False).host
-    monkeypatch.setattr(transports, "lacking", lambda: ("triton",))
+    monkeypatch.setattr(transports, "missing_requirements", lambda: ("triton",))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "u"}))
     told = local_rank_info(torch.device("cuda:0"), allowed=True)
     assert told.refusal == "there is no triton"
@@ -91,9 +91,9 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
 
 def test_ranks_that_can_share_memory_do(choose: Choose) -> None:
     rule = TransportRule.measured(2)
-    for rank, (transport, remark) in enumerate(choose([FIRST, SECOND], lambda group: f"symmetric {group.number}")):
+    for rank, (transport, description) in enumerate(choose([FIRST, SECOND], lambda group: f"symmetric {group.number}")):
         assert transport == f"symmetric {rank}"
-        assert remark == (
+        assert description == (
             f"symmetric memory, sums one-shot up to {rule.one_shot_max_bytes} bytes, two-shot up to "
             f"{rule.two_shot_max_bytes}, gathers up to {rule.gather_max_bytes}, then nccl"
         )
@@ -103,9 +103,9 @@ def test_one_ranks_facts_decide_for_all_before_any_memory_is_made(choose: Choose
     def never(group: Member) -> object:
         raise AssertionError
 
-    for transport, remark in choose([FIRST, SECOND, FIRST], never):
+    for transport, description in choose([FIRST, SECOND, FIRST], never):
         assert isinstance(transport, Own)
-        assert remark == "nccl, for ranks 0 and 2 share one device"
+        assert description == "nccl, for ranks 0 and 2 share one device"
 
 
 def test_a_rank_that_fails_to_share_memory_takes_the_others_with_it(choose: Choose) -> None:
@@ -114,6 +114,6 @@ def test_a_rank_that_fails_to_share_memory_takes_the_others_with_it(choose: Choo
             raise RuntimeError("peer access is not supported\nand more")
         return "symmetric"
 
-    for transport, remark in choose([FIRST, SECOND], make):
+    for transport, description in choose([FIRST, SECOND], make):
         assert isinstance(transport, Own)
-        assert remark == "nccl, for rank 1 could not share memory: peer access is not supported"
+        assert description == "nccl, for rank 1 could not share memory: peer access is not supported"

@@ -71,8 +71,8 @@ def join(
     world = distributed.group.WORLD
     assert world is not None
     try:
-        transport, remark = choose_transport(world, own, place, allowed=symmetric_memory)
-        register_group(_NAME, world, transport, remark=remark)
+        transport, description = choose_transport(world, own, place, allowed=symmetric_memory)
+        register_group(_NAME, world, transport, description=description)
     except BaseException:
         distributed.destroy_process_group()
         raise

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from xllm_models.ops import GroupTransport, SymmetricTransport, Transport, TransportRule, lacking
+from xllm_models.ops import GroupTransport, SymmetricTransport, Transport, TransportRule, missing_requirements
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart whose names are equal
 
@@ -43,7 +43,7 @@ def local_rank_info(device: torch.device, *, allowed: bool) -> RankInfo:
         refusal = "symmetric memory is switched off"
     elif not on_cuda:
         refusal = f"device {device.type} has no symmetric memory"
-    elif missing := lacking():
+    elif missing := missing_requirements():
         refusal = f"there is no {', '.join(missing)}"
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
     return RankInfo(

@@ -13,9 +13,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xllm_models.kernels import activation, embedding, linear, moe, moe_layout, norm, rotary, shared_gather, shared_sums
-from xllm_models.kernels.channels import SUM_SPANS
+from xllm_models.kernels import (
+    activation,
+    embedding,
+    lamport_all_reduce,
+    linear,
+    moe,
+    moe_align,
+    norm,
+    rotary,
+    symmetric_all_gather,
+)
 from xllm_models.kernels.launcher import power_of_two
+from xllm_models.kernels.symmetric_buffers import SUM_CHUNK_BYTES
 
 TARGET = GPUTarget("cuda", 90, 32)
 B, F, I = "*bf16", "*fp32", "*i32"  # noqa: E741
@@ -29,14 +39,14 @@ def cases() -> Iterator[Case]:
             constants = [1024, 1024, 1024, 1024, residual, unit_offset]
             types = [B, B, B, B, B, B, "i32", "i32", "fp32"]
             yield norm._launch._kernel, types, [*constants, 128], {"num_warps": 4}
-    for kind in ("silu", "tanh", "none"):
-        constants = [6144, 3072, 1024, kind]
+    for function in ("silu", "tanh", "none"):
+        constants = [6144, 3072, 1024, function]
         yield activation._launch._kernel, [B, B, B, "i32", "i32"], constants, {"num_warps": 4}
     for ids in (I, "*i64"):
         constants = [1024, 1, 1024, 1024]
         yield embedding._launch._kernel, [ids, B, B, "i32", "i32"], constants, {"num_warps": 4}
     rotary_types = [B, B, B, B, I, F, B, B, "fp32"]
-    for kind, half, pairs, rest in (
+    for norm_kind, half, pairs, rest in (
         ("no", 64, (1, 64), 0),
         ("no", 32, (2, 1), 64),
         ("weight", 64, (1, 64), 0),
@@ -44,21 +54,21 @@ def cases() -> Iterator[Case]:
         ("weight", 32, (1, 32), 64),
         ("weight", 64, (2, 1), 0),
     ):
-        constants = [4096, 128, 4096, 128, 16, 8, 128, half, *pairs, 4, power_of_two(half), rest, kind]
+        constants = [4096, 128, 4096, 128, 16, 8, 128, half, *pairs, 4, power_of_two(half), rest, norm_kind]
         yield rotary._rotary_kernel, rotary_types, constants, {"num_warps": 2}
     for ranks in (2, 8):
-        for span in SUM_SPANS:
-            places = [1, ranks, 0, 128 * span, span]
-            for kind, size in ((B, 2), (F, 4)):
-                options = {"num_warps": min(span // 512, 16)}
-                constants = [*places, span // size, 16 // size]
-                yield shared_sums._launch_reduce._kernel, [kind, "*i64", I, "i32"], constants, options
+        for chunk in SUM_CHUNK_BYTES:
+            buffer = [1, ranks, 0, 128 * chunk, chunk]
+            for dtype, size in ((B, 2), (F, 4)):
+                options = {"num_warps": min(chunk // 512, 16)}
+                constants = [*buffer, chunk // size, 16 // size]
+                yield lamport_all_reduce._launch_all_reduce._kernel, [dtype, "*i64", I, "i32"], constants, options
                 for unit_offset in (False, True):
-                    types = [kind, kind, kind, kind, kind, "*i64", I, kind, *["i32"] * 4, "fp32"]
-                    constants = [*places, 1024, 1024, unit_offset, 128]
-                    yield shared_sums._launch_reduce_norm._kernel, types, constants, {"num_warps": 4}
+                    types = [dtype, dtype, dtype, dtype, dtype, "*i64", I, dtype, *["i32"] * 4, "fp32"]
+                    constants = [*buffer, 1024, 1024, unit_offset, 128]
+                    yield lamport_all_reduce._launch_all_reduce_norm._kernel, types, constants, {"num_warps": 4}
         constants = [1, ranks, 0, 128 * 147456, 147456, 1024]
-        yield shared_gather._launch._kernel, [I, I, "*i64", I, *["i32"] * 3], constants, {"num_warps": 16}
+        yield symmetric_all_gather._launch._kernel, [I, I, "*i64", I, *["i32"] * 3], constants, {"num_warps": 16}
     for bias in (False, True):
         yield linear._vector_kernel, [B, B, B, B], [1024, 4096, 1024, 2, 1024, bias], {"num_warps": 4}
         for rows in (8, 16):
@@ -67,11 +77,11 @@ def cases() -> Iterator[Case]:
                 constants = [2048, 2048, num_outputs, 2048, rows, block_n, block_k, split, bias, "tf32"]
                 options = {"num_warps": split, "num_stages": stages}
                 yield linear._launch_rows._kernel, [B, B, B, B, "i32"], constants, options
-    yield moe_layout._route_kernel, [B, B, I], [128, 128, 8, True, 128, 8], {"num_warps": 1}
+    yield moe_align._topk_softmax_kernel, [B, B, I], [128, 128, 8, True, 128, 8], {"num_warps": 1}
     for pairs, experts in ((8, 128), (1, 1), (1024, 128), (13, 5)):
         count = pairs // 16 + min(pairs, experts)
         constants = [pairs, experts, count, 16, power_of_two(pairs), power_of_two(experts + 1), power_of_two(count)]
-        yield moe_layout._layout_kernel, [I] * 5, constants, {"num_warps": 8}
+        yield moe_align._align_kernel, [I] * 5, constants, {"num_warps": 8}
     yield moe._combine_kernel, [B, B], [1024, 8, 512], {"num_warps": 4}
     for rows in (16, 64):
         constants = [1024, 128, 1024, 768, 8, rows, 64, 64, "tf32"]
@@ -84,7 +94,7 @@ def compile_case(kernel: Any, types: list[str], constants: list[Any], options: d
     given, fixed = iter(types), iter(constants)
     signature = {p.name: "constexpr" if p.is_constexpr else next(given) for p in kernel.params}
     constexprs = {p.name: p.name == "OVERLAP" or next(fixed) for p in kernel.params if p.is_constexpr}
-    pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
+    pointers = [index for index, dtype in enumerate(signature.values()) if dtype.startswith("*")]
     attributes = {(index,): [["tt.divisibility", 16]] for index in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(source, target=TARGET, options=options).asm

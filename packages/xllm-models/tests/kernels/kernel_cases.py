@@ -185,7 +185,7 @@ def test_moe(dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, norm
 
 
 def test_moe_of_more_pairs_than_one_program_sorts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xllm_models.kernels.moe_layout.MAX_PAIRS_IN_A_KERNEL", 100)
+    monkeypatch.setattr("xllm_models.kernels.moe_align.MAX_PAIRS_ONE_PROGRAM", 100)
     weights = random(9, 16, 16, dtype=dtype, scale=0.3), random(9, 16, 8, dtype=dtype, scale=0.3)
     x, router_logits = random(14, 16, dtype=dtype), random(14, 9, dtype=dtype)
     agree("moe", x, router_logits, *weights, 8, False, factor=3.0)
@@ -199,20 +199,20 @@ def test_moe_whose_tokens_all_choose_one_expert(dtype: torch.dtype) -> None:
 
 
 def test_tiles_of_a_kernel_are_those_of_torch(dtype: torch.dtype) -> None:
-    from xllm_models.kernels.moe_layout import _lay_out_many, lay_out
+    from xllm_models.kernels.moe_align import _align_many_pairs, align_pairs
 
     for num_pairs, num_experts in ((1, 1), (5, 3), (64, 2), (100, 128), (256, 8)):
         generator = torch.Generator().manual_seed(num_pairs)
         experts = torch.randint(0, num_experts, (num_pairs,), generator=generator, dtype=torch.int32).to(DEVICE)
-        got = lay_out(experts, num_experts)
-        want = _lay_out_many(experts, num_experts, got.rows, got.count)
+        got = align_pairs(experts, num_experts)
+        want = _align_many_pairs(experts, num_experts, got.rows, got.count)
         for ours, theirs in zip(got.tensors, want.tensors, strict=True):
             assert torch.equal(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_row_that_is_no_number_still_chooses_experts(dtype: torch.dtype) -> None:
-    from xllm_models.kernels.moe_layout import route
+    from xllm_models.kernels.moe_align import topk_softmax
 
-    _, experts = route(torch.full((2, 6), torch.nan, dtype=dtype, device=DEVICE), 4, True)
+    _, experts = topk_softmax(torch.full((2, 6), torch.nan, dtype=dtype, device=DEVICE), 4, True)
     assert bool(((experts >= 0) & (experts < 6)).all())

@@ -28,12 +28,12 @@ def test_interpreted_kernels_agree_with_torch() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_interpreted_ranks_sum_and_gather_through_shared_memory(tmp_path: Path, size: int) -> None:
-    from xllm_models.kernels.channels import shared_bytes
+    from xllm_models.kernels.symmetric_buffers import buffer_bytes
 
     files = [tmp_path / f"memory{rank}" for rank in range(size)]
     for file in files:
         file.touch()
-        os.truncate(file, shared_bytes(size))
+        os.truncate(file, buffer_bytes(size))
     ranks = [
         subprocess.Popen(
             [sys.executable, str(CASES.with_name("shared_memory_rank.py")), str(rank), *map(str, files)],

@@ -1,6 +1,6 @@
-"""Two ranks of the kernels over shared memory on one CUDA device: each on a stream, in a graph of its own.
+"""Two ranks of the symmetric-memory kernels on one CUDA device: each on its own stream, in its own graph.
 
-A script of its own, since ranks that do not meet wait for ever: `test_kernels` gives it a limit.
+A separate script, since ranks that miss each other hang: `test_kernels` runs it with a timeout.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 
 from xllm_models.kernels import norm
-from xllm_models.kernels.channels import Channels, new_counts, prepare, shared_bytes
-from xllm_models.kernels.shared_gather import all_gather_into
-from xllm_models.kernels.shared_sums import all_reduce_, all_reduce_add_rms_norm
+from xllm_models.kernels.lamport_all_reduce import all_reduce_, all_reduce_add_rms_norm
+from xllm_models.kernels.symmetric_all_gather import all_gather_into
+from xllm_models.kernels.symmetric_buffers import SymmetricBuffers, buffer_bytes, initialize, new_counts
 
 NUM_RANKS = 2
-SUMS = ((1, 1024), (8, 1024), (112, 1024), (3, 40), (512, 1024), (2048, 1024), (1, 8))  # of every kind of channel
+SUMS = ((1, 1024), (8, 1024), (112, 1024), (3, 40), (512, 1024), (2048, 1024), (1, 8))  # of every size class
 NORMED = ((1, 1024), (112, 1024), (300, 1024), (3, 40))
 GATHERS = ((1, 75968), (8, 75968), (112, 75968), (1, 8))
 SHAPES = (*SUMS, *NORMED, *GATHERS)
@@ -23,12 +23,14 @@ EPS = 1e-6
 NUM_REPLAYS = 20
 
 
-def make_channels() -> tuple[torch.Tensor, list[Channels]]:
-    memory = torch.empty((NUM_RANKS, shared_bytes(NUM_RANKS)), dtype=torch.uint8, device="cuda")
+def make_buffers() -> tuple[torch.Tensor, list[SymmetricBuffers]]:
+    memory = torch.empty((NUM_RANKS, buffer_bytes(NUM_RANKS)), dtype=torch.uint8, device="cuda")
     for part in memory:
-        prepare(part, NUM_RANKS)
+        initialize(part, NUM_RANKS)
     addresses = torch.tensor([part.data_ptr() for part in memory], device="cuda")
-    return memory, [Channels(rank=rank, addresses=addresses, counts=new_counts("cuda")) for rank in range(NUM_RANKS)]
+    return memory, [
+        SymmetricBuffers(rank=rank, addresses=addresses, counts=new_counts("cuda")) for rank in range(NUM_RANKS)
+    ]
 
 
 def other_operands(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,41 +46,41 @@ OPERANDS = [other_operands(shape) for shape in NORMED]
 
 
 def calls(
-    inputs: list[torch.Tensor], channels: Channels, before: Callable[[], object] = lambda: None
+    inputs: list[torch.Tensor], buffers: SymmetricBuffers, before: Callable[[], object] = lambda: None
 ) -> list[torch.Tensor]:
     """Sums in place; returns norms, then what was gathered. `before` each of them."""
     results = []
     at = iter(inputs)
     for _ in SUMS:
         before()
-        all_reduce_(next(at), channels)
+        all_reduce_(next(at), buffers)
     for residual, weight in OPERANDS:
         before()
-        done = all_reduce_add_rms_norm(next(at), residual, weight, EPS, False, weight, channels)
+        done = all_reduce_add_rms_norm(next(at), residual, weight, EPS, False, weight, buffers)
         assert done is not None
         results.extend(done)
     for x in at:
         before()
         out = x.new_empty((x.shape[0], NUM_RANKS * x.shape[1]))
-        all_gather_into(out, x, 1, channels)
+        all_gather_into(out, x, 1, buffers)
         results.append(out)
     return results
 
 
-def load_kernels(memory: torch.Tensor, channels: list[Channels]) -> None:
-    """Every variant once, one after another: loading code may wait for kernels that run, which would wait for it."""
+def load_kernels(memory: torch.Tensor, buffers: list[SymmetricBuffers]) -> None:
+    """Runs every variant once, rank by rank: lazy loading may wait for running kernels, which would deadlock."""
 
     def other_came() -> None:
-        """As if the other had, long ago: its flags are far ahead, its terms are numbers."""
+        """Simulates a peer that has sent long ago: flags far in the future, no sentinels."""
         memory.view(torch.int32).fill_(1 << 30)
 
     for rank in range(NUM_RANKS):
         inputs = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES]
-        calls(inputs, channels[rank], other_came)
+        calls(inputs, buffers[rank], other_came)
         torch.cuda.synchronize()
-        channels[rank].counts.zero_()
+        buffers[rank].counts.zero_()
     for part in memory:
-        prepare(part, NUM_RANKS)
+        initialize(part, NUM_RANKS)
 
 
 def expected_of(terms: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -93,8 +95,8 @@ def expected_of(terms: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], li
 
 
 def main() -> None:
-    memory, channels = make_channels()
-    load_kernels(memory, channels)
+    memory, buffers = make_buffers()
+    load_kernels(memory, buffers)
     generator = torch.Generator().manual_seed(0)
     values = [[torch.randn(shape, generator=generator).bfloat16().cuda() for shape in SHAPES] for _ in range(NUM_RANKS)]
     sums, expected = expected_of(values)
@@ -105,7 +107,7 @@ def main() -> None:
         with torch.cuda.graph(graph, stream=stream):
             for x, value in zip(inputs[rank], values[rank], strict=True):
                 x.copy_(value)
-            results.append(calls(inputs[rank], channels[rank]))
+            results.append(calls(inputs[rank], buffers[rank]))
         graphs.append(graph)
     for _ in range(NUM_REPLAYS):
         for own in results:

@@ -14,47 +14,53 @@ from torch import distributed
 from torch.distributed import _symmetric_memory
 
 from xllm_models import ops
-from xllm_models.kernels import shared_gather, shared_sums
-from xllm_models.kernels.channels import GATHER_MAX_BYTES, NOTHING, SUM_MAX_BYTES, Channels, shared_bytes
-from xllm_models.ops import SymmetricTransport, TransportRule, Way, symmetric
+from xllm_models.kernels import lamport_all_reduce, symmetric_all_gather
+from xllm_models.kernels.symmetric_buffers import (
+    GATHER_MAX_BYTES,
+    SENTINEL,
+    SUM_MAX_BYTES,
+    SymmetricBuffers,
+    buffer_bytes,
+)
+from xllm_models.ops import Algorithm, SymmetricTransport, TransportRule, symmetric
 
 RULE = TransportRule(one_shot_max_bytes=256, two_shot_max_bytes=1024, gather_max_bytes=512)
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "dtype", "offset", "way"),
+    ("num_bytes", "dtype", "offset", "algorithm"),
     [
-        (16, BF16, 0, Way.ONE_SHOT),
-        (256, BF16, 0, Way.ONE_SHOT),
-        (272, F32, 0, Way.TWO_SHOT),
-        (1024, F32, 32, Way.TWO_SHOT),
-        (1040, F32, 0, Way.GROUP),  # larger than the buffer
-        (0, BF16, 0, Way.GROUP),
-        (256, F16, 0, Way.GROUP),  # no kernel
-        (256, torch.int32, 0, Way.GROUP),
-        (24, BF16, 0, Way.GROUP),  # off the alignment
-        (256, BF16, 8, Way.GROUP),
+        (16, BF16, 0, Algorithm.ONE_SHOT),
+        (256, BF16, 0, Algorithm.ONE_SHOT),
+        (272, F32, 0, Algorithm.TWO_SHOT),
+        (1024, F32, 32, Algorithm.TWO_SHOT),
+        (1040, F32, 0, Algorithm.GROUP),  # larger than the buffer
+        (0, BF16, 0, Algorithm.GROUP),
+        (256, F16, 0, Algorithm.GROUP),  # no kernel
+        (256, torch.int32, 0, Algorithm.GROUP),
+        (24, BF16, 0, Algorithm.GROUP),  # off the alignment
+        (256, BF16, 8, Algorithm.GROUP),
     ],
 )
-def test_the_rule(num_bytes: int, dtype: torch.dtype, offset: int, way: Way) -> None:
-    assert RULE.reduce_way(num_bytes, dtype, offset) is way
+def test_the_rule(num_bytes: int, dtype: torch.dtype, offset: int, algorithm: Algorithm) -> None:
+    assert RULE.all_reduce_algorithm(num_bytes, dtype, offset) is algorithm
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "row_bytes", "offset", "way"),
+    ("num_bytes", "row_bytes", "offset", "algorithm"),
     [
-        (512, 512, 32, Way.ONE_SHOT),
-        (512, 64, 0, Way.ONE_SHOT),
-        (528, 528, 0, Way.GROUP),
-        (0, 0, 0, Way.GROUP),
-        (24, 24, 0, Way.GROUP),
-        (256, 256, 8, Way.GROUP),
-        (48, 24, 0, Way.GROUP),  # no rows that units divide
+        (512, 512, 32, Algorithm.ONE_SHOT),
+        (512, 64, 0, Algorithm.ONE_SHOT),
+        (528, 528, 0, Algorithm.GROUP),
+        (0, 0, 0, Algorithm.GROUP),
+        (24, 24, 0, Algorithm.GROUP),
+        (256, 256, 8, Algorithm.GROUP),
+        (48, 24, 0, Algorithm.GROUP),  # no rows that units divide
     ],
 )
-def test_the_rule_for_gathers(num_bytes: int, row_bytes: int, offset: int, way: Way) -> None:
-    assert RULE.gather_way(num_bytes, row_bytes, offset) is way
+def test_the_rule_for_gathers(num_bytes: int, row_bytes: int, offset: int, algorithm: Algorithm) -> None:
+    assert RULE.all_gather_algorithm(num_bytes, row_bytes, offset) is algorithm
 
 
 def test_the_measured_rule_shrinks_one_shot_with_the_ranks() -> None:
@@ -63,7 +69,7 @@ def test_the_measured_rule_shrinks_one_shot_with_the_ranks() -> None:
     assert two.one_shot_max_bytes // 7 - eight.one_shot_max_bytes in range(16)
     assert two.two_shot_max_bytes == eight.two_shot_max_bytes
     # Decode steps of usual sizes are one-shot: 16 rows of 1024 in bf16.
-    assert two.reduce_way(16 * 1024 * 2, BF16) is Way.ONE_SHOT
+    assert two.all_reduce_algorithm(16 * 1024 * 2, BF16) is Algorithm.ONE_SHOT
     with pytest.raises(ValueError, match="a group of 1 has nothing to sum"):
         TransportRule.measured(1)
 
@@ -71,10 +77,10 @@ def test_the_measured_rule_shrinks_one_shot_with_the_ranks() -> None:
 @pytest.mark.parametrize("num_ranks", range(2, 10))
 def test_two_shot_is_for_the_numbers_of_ranks_that_torch_can(num_ranks: int) -> None:
     rule = TransportRule.measured(num_ranks)
-    assert rule.reduce_way(rule.one_shot_max_bytes, BF16) is Way.ONE_SHOT
-    beyond = Way.TWO_SHOT if num_ranks in (2, 4, 8) else Way.GROUP
-    assert rule.reduce_way(rule.one_shot_max_bytes + 16, BF16) is beyond
-    assert rule.reduce_way(16 << 20, BF16) is beyond
+    assert rule.all_reduce_algorithm(rule.one_shot_max_bytes, BF16) is Algorithm.ONE_SHOT
+    beyond = Algorithm.TWO_SHOT if num_ranks in (2, 4, 8) else Algorithm.GROUP
+    assert rule.all_reduce_algorithm(rule.one_shot_max_bytes + 16, BF16) is beyond
+    assert rule.all_reduce_algorithm(16 << 20, BF16) is beyond
 
 
 @pytest.mark.parametrize(("one_shot", "two_shot"), [(-1, 4), (8, 4)])
@@ -122,7 +128,7 @@ class Doubling:
 
 def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup) -> None:
     ops.register_group("plain", group)
-    ops.register_group("doubled", group, Doubling(), remark="for a test")
+    ops.register_group("doubled", group, Doubling(), description="for a test")
     before = ops.traffic().get("all_reduce", (0, 0))
     try:
         assert ops.all_reduce_(torch.ones(3), "plain").tolist() == [1, 1, 1]
@@ -132,12 +138,12 @@ def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup
         assert ops.all_gather(torch.ones(3), 1, "doubled").tolist() == [2, 2, 2]
         stats = ops.group_stats()
         assert stats["plain"] == {
-            "num_ranks": 1, "backend": "gloo", "all_reduce_ways": {"gloo": 1}, "all_gather_ways": {"gloo": 1},
-            "transport": "",
+            "num_ranks": 1, "backend": "gloo", "all_reduce_algorithms": {"gloo": 1},
+            "all_gather_algorithms": {"gloo": 1}, "transport": "",
         }  # fmt: skip
         assert stats["doubled"] == {
-            "num_ranks": 1, "backend": "gloo", "all_reduce_ways": {"doubled": 2}, "all_gather_ways": {"raised": 1},
-            "transport": "for a test",
+            "num_ranks": 1, "backend": "gloo", "all_reduce_algorithms": {"doubled": 2},
+            "all_gather_algorithms": {"raised": 1}, "transport": "for a test",
         }  # fmt: skip
         assert ops.traffic()["all_reduce"] == (before[0] + 3, before[1] + 3 * 12)
         # What the transport has no kernel for is its sum, and the norm behind it.
@@ -146,7 +152,7 @@ def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup
         assert (normed.tolist(), total.tolist()) == ([[0.0] * 4], [[-1.0] * 4])
         normed, total = ops.all_reduce_add_rms_norm_(x, residual, weight, 0.0, True, "doubled")
         assert (normed.tolist(), total.tolist()) == ([[2.0] * 4], [[2.0] * 4])
-        assert ops.group_stats()["doubled"]["all_reduce_ways"] == {"doubled": 3, "fused": 1}
+        assert ops.group_stats()["doubled"]["all_reduce_algorithms"] == {"doubled": 3, "fused": 1}
         assert ops.traffic()["all_reduce"] == (before[0] + 5, before[1] + 3 * 12 + 2 * 16)
     finally:
         ops.unregister_group("plain")
@@ -158,7 +164,7 @@ def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup
 def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """`SymmetricTransport` works on the CPU: one-shot gives three times the input, two-shot five times.
 
-    Is the memory that was shared, and the channels that one-shot was called with.
+    Is the memory that was shared, and the buffers that one-shot was called with.
     """
     seen: list[Any] = []
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
@@ -170,16 +176,16 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
     def rendezvous(tensor: torch.Tensor, with_group: distributed.ProcessGroup) -> Any:
         assert with_group is group
         assert not tensor[: RULE.two_shot_max_bytes].any()
-        assert set(tensor.unique().tolist()) <= {0, NOTHING}  # made ready before another rank may write
+        assert set(tensor.unique().tolist()) <= {0, SENTINEL}  # made ready before another rank may write
         seen.append(tensor)
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()])
 
-    def one_shot(x: torch.Tensor, channels: Channels) -> None:
-        seen.append(channels)
+    def one_shot(x: torch.Tensor, buffers: SymmetricBuffers) -> None:
+        seen.append(buffers)
         x.mul_(3)
 
-    def gather(out: torch.Tensor, x: torch.Tensor, dim: int, channels: Channels) -> None:
-        seen.append(channels)
+    def gather(out: torch.Tensor, x: torch.Tensor, dim: int, buffers: SymmetricBuffers) -> None:
+        seen.append(buffers)
         out.copy_(x + 7 + dim)
 
     def one_shot_norm(
@@ -189,9 +195,9 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
         eps: float,
         unit_offset: bool,
         prefetch: torch.Tensor | None,
-        channels: Channels,
+        buffers: SymmetricBuffers,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        seen.append(channels)
+        seen.append(buffers)
         return None if unit_offset else (x * 2, residual * 2)
 
     def two_shot(input: torch.Tensor, reduce_op: str, group_name: str, output: torch.Tensor) -> torch.Tensor:
@@ -199,18 +205,18 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
         return output.copy_(input * 5)
 
     monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
-    monkeypatch.setattr(shared_sums, "all_reduce_", one_shot)
-    monkeypatch.setattr(shared_gather, "all_gather_into", gather)
-    monkeypatch.setattr(shared_sums, "all_reduce_add_rms_norm", one_shot_norm)
+    monkeypatch.setattr(lamport_all_reduce, "all_reduce_", one_shot)
+    monkeypatch.setattr(symmetric_all_gather, "all_gather_into", gather)
+    monkeypatch.setattr(lamport_all_reduce, "all_reduce_add_rms_norm", one_shot_norm)
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("two_shot_all_reduce_out", two_shot, "CPU")
     yield seen
     library._destroy()
 
 
-def test_symmetric_memory_takes_the_way_of_the_rule(group: distributed.ProcessGroup, shared: list[Any]) -> None:
+def test_symmetric_memory_uses_the_algorithm_of_the_rule(group: distributed.ProcessGroup, shared: list[Any]) -> None:
     transport = SymmetricTransport(group, torch.device("cpu"), RULE)
-    for shape, dtype, way, factor in (
+    for shape, dtype, algorithm, factor in (
         ((4, 32), BF16, "one_shot", 3),
         ((4, 64), BF16, "two_shot", 5),
         ((8, 32), F32, "two_shot", 5),
@@ -220,7 +226,7 @@ def test_symmetric_memory_takes_the_way_of_the_rule(group: distributed.ProcessGr
     ):
         x = torch.randn(shape).to(dtype)
         expected = x * factor
-        assert transport.all_reduce_(x) == way
+        assert transport.all_reduce_(x) == algorithm
         assert torch.equal(x, expected)
     rows = torch.arange(12.0).reshape(3, 4)
     assert transport.all_reduce_(rows[1]) == "one_shot"
@@ -235,12 +241,12 @@ def test_symmetric_memory_takes_the_way_of_the_rule(group: distributed.ProcessGr
     out = torch.empty(512)
     assert transport.all_gather_into(out, torch.ones(512), 0) == "gloo"
     assert out.tolist() == [1] * 512
-    memory, channels, *again = shared
-    assert again == [channels] * 3
-    assert memory.numel() == RULE.two_shot_max_bytes + shared_bytes(1)
-    assert channels.rank == 0
-    assert channels.addresses.tolist() == [memory.data_ptr() + RULE.two_shot_max_bytes]
-    assert not channels.counts.any()
+    memory, buffers, *again = shared
+    assert again == [buffers] * 3
+    assert memory.numel() == RULE.two_shot_max_bytes + buffer_bytes(1)
+    assert buffers.rank == 0
+    assert buffers.addresses.tolist() == [memory.data_ptr() + RULE.two_shot_max_bytes]
+    assert not buffers.counts.any()
 
 
 def test_norms_are_fused_with_one_shot_sums_of_whole_rows(group: distributed.ProcessGroup, shared: list[Any]) -> None:
@@ -282,7 +288,7 @@ def test_a_rule_beyond_the_kernels_is_refused(
         assert TransportRule.measured(ranks).gather_max_bytes <= GATHER_MAX_BYTES
 
 
-def test_what_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.lacking() == ()
+def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.missing_requirements() == ()
     monkeypatch.setattr(symmetric, "find_spec", lambda name: None)
-    assert ops.lacking() == ("triton",)
+    assert ops.missing_requirements() == ("triton",)

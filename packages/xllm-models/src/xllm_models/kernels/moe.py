@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-decorators=False
-"""Mixture of experts in Triton: two grouped products over the (token, expert) pairs, sorted by expert.
+"""Mixture of experts in Triton: two grouped GEMMs over the (token, expert) pairs, sorted by expert.
 
-The host learns no count: tiles are laid out on the device (`moe_layout`), as many as the shapes could need, and those
-beyond the last one end at once. T tokens, k experts a token, P = T * k pairs, E experts, N hidden, I features of one
-expert.
+The host never reads a count back: it launches as many tiles as the shapes could need, and unused ones return at once.
+`moe_align` assigns tiles to experts on the device. T tokens, k experts per token, P = T * k pairs, E experts, N hidden,
+I features of one expert.
 """
 
 from __future__ import annotations
@@ -13,26 +13,31 @@ import triton
 import triton.language as tl
 
 from .launcher import Launcher
-from .moe_layout import lay_out, route
+from .moe_align import align_pairs, topk_softmax
 
 
 @triton.jit
 def _tile_pairs(
-    order: tl.tensor, pair_ends: tl.tensor, tile_ends: tl.tensor, tile: tl.tensor, expert: tl.tensor, ROWS: tl.constexpr
+    sorted_pairs: tl.tensor,
+    pair_ends: tl.tensor,
+    tile_ends: tl.tensor,
+    tile: tl.tensor,
+    expert: tl.tensor,
+    ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A tile's places in the sorted order, which of them exist, and the pairs that are there."""
+    """A tile's indices in the sorted order, the mask of valid ones, and the pairs at these indices."""
     tiles_before = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
     first = tl.load(pair_ends + expert - 1, mask=expert > 0, other=0)
-    places = first + (tile - tiles_before) * ROWS + tl.arange(0, ROWS)
-    inside = places < tl.load(pair_ends + expert)
-    return places, inside, tl.load(order + places, mask=inside, other=0)
+    indices = first + (tile - tiles_before) * ROWS + tl.arange(0, ROWS)
+    inside = indices < tl.load(pair_ends + expert)
+    return indices, inside, tl.load(sorted_pairs + indices, mask=inside, other=0)
 
 
 @triton.jit
 def _gate_up_kernel(
     x: tl.tensor,
     gate_up: tl.tensor,
-    order: tl.tensor,
+    sorted_pairs: tl.tensor,
     pair_ends: tl.tensor,
     tile_ends: tl.tensor,
     tile_experts: tl.tensor,
@@ -52,7 +57,7 @@ def _gate_up_kernel(
     expert = tl.load(tile_experts + tile)
     if expert >= num_experts:
         return
-    places, inside, pairs = _tile_pairs(order, pair_ends, tile_ends, tile, expert, ROWS)
+    indices, inside, pairs = _tile_pairs(sorted_pairs, pair_ends, tile_ends, tile, expert, ROWS)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = columns < features
     rows = x + (pairs // top_k).to(tl.int64)[:, None] * x_stride
@@ -71,7 +76,7 @@ def _gate_up_kernel(
     dtype = out.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     active = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    target = out + places.to(tl.int64)[:, None] * features + columns[None, :]
+    target = out + indices.to(tl.int64)[:, None] * features + columns[None, :]
     tl.store(target, (active * up).to(dtype), mask=inside[:, None] & wanted[None, :])
 
 
@@ -80,7 +85,7 @@ def _down_kernel(
     inner_values: tl.tensor,
     down: tl.tensor,
     weights: tl.tensor,
-    order: tl.tensor,
+    sorted_pairs: tl.tensor,
     pair_ends: tl.tensor,
     tile_ends: tl.tensor,
     tile_experts: tl.tensor,
@@ -93,15 +98,15 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """out [P, N] in the pairs' own order: the weighted output of each pair's expert."""
+    """out [P, N] in the original order of the pairs: the weighted output of each pair's expert."""
     tile = tl.program_id(0)
     expert = tl.load(tile_experts + tile)
     if expert >= num_experts:
         return
-    places, inside, pairs = _tile_pairs(order, pair_ends, tile_ends, tile, expert, ROWS)
+    indices, inside, pairs = _tile_pairs(sorted_pairs, pair_ends, tile_ends, tile, expert, ROWS)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = columns < hidden
-    rows = inner_values + places.to(tl.int64)[:, None] * features
+    rows = inner_values + indices.to(tl.int64)[:, None] * features
     start = down + (expert.to(tl.int64) * hidden + columns)[None, :] * features
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for begin in range(0, features, BLOCK_K):
@@ -143,17 +148,18 @@ def moe(
     top_k: int,
     normalize: bool,
 ) -> torch.Tensor:
-    """See `ops.moe`; weights contiguous."""
+    """See `ops.moe`; gate_up and down are contiguous."""
     num_tokens, hidden = x.shape
     num_experts, _, features = down.shape
     if not num_tokens:
         return torch.empty_like(x)
     x = x if x.stride(1) == 1 else x.contiguous()
-    weights, experts = route(router_logits, top_k, normalize)
-    tiles = lay_out(experts.flatten(), num_experts)
+    weights, experts = topk_softmax(router_logits, top_k, normalize)
+    tiles = align_pairs(experts.flatten(), num_experts)
     inner = torch.empty((num_tokens * top_k, features), dtype=x.dtype, device=x.device)
     outer = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    # No measurement is recorded for these sizes, nor for 512 in the last launch.
     block_n, block_k = 64, 64
     _launch_gate_up(
         (tiles.count, -(-features // block_n), 1),

@@ -23,15 +23,15 @@ from .linear import linear
 from .moe import moe
 from .norm import fused_add_rms_norm, rms_norm
 from .rotary import qk_norm_rope, rotary
-from .symmetric import SymmetricTransport, lacking
-from .transports import GroupTransport, Transport, TransportRule, Way
+from .symmetric import SymmetricTransport, missing_requirements
+from .transports import Algorithm, GroupTransport, Transport, TransportRule
 
 __all__ = [
+    "Algorithm",
     "GroupTransport",
     "SymmetricTransport",
     "Transport",
     "TransportRule",
-    "Way",
     "all_gather",
     "all_reduce_",
     "all_reduce_add_rms_norm_",
@@ -40,8 +40,8 @@ __all__ = [
     "fused_add_rms_norm",
     "gelu_and_mul",
     "group_stats",
-    "lacking",
     "linear",
+    "missing_requirements",
     "moe",
     "qk_norm_rope",
     "reduce_scatter",

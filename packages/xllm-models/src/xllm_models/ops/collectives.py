@@ -1,7 +1,7 @@
 """Collectives inside a model, as ops over torch.distributed.
 
-Owns the ops, the names they find their process groups by, and the count of what they moved. Creating a process group,
-and the choice of its transport, belongs to the host; what carries them, to the transport.
+Owns the ops, the registry of process groups by name, and the counts of calls and bytes. The host creates the process
+group and chooses its transport; the transport moves the data.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from xllm_attention.op_library import define_op
 from .norm import fused_add_rms_norm
 from .transports import GroupTransport, Transport
 
-# torch 2.13 renamed it and deprecated the old name.
-_scatter_sum_into: Callable[..., object] = getattr(
+# torch 2.13 renamed the function and deprecated the old name.
+_reduce_scatter_into: Callable[..., object] = getattr(
     distributed, "reduce_scatter_single" if hasattr(distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
 
@@ -30,9 +30,9 @@ class _Group:
 
     process_group: distributed.ProcessGroup
     transport: Transport
-    remark: str
-    reduce_ways: Counter[str] = field(default_factory=Counter)  # calls of all-reduce by the way they took
-    gather_ways: Counter[str] = field(default_factory=Counter)  # and of all-gather
+    description: str  # of the transport
+    all_reduce_algorithms: Counter[str] = field(default_factory=Counter)  # calls by algorithm
+    all_gather_algorithms: Counter[str] = field(default_factory=Counter)
 
 
 _groups: dict[str, _Group] = {}
@@ -40,26 +40,26 @@ _traffic: dict[str, list[int]] = {}  # name of the op to [calls, bytes]
 
 
 def register_group(
-    name: str, group: distributed.ProcessGroup, transport: Transport | None = None, *, remark: str = ""
+    name: str, group: distributed.ProcessGroup, transport: Transport | None = None, *, description: str = ""
 ) -> None:
-    """Let the collectives of this process find `group` under `name`. A name in use is a ValueError.
+    """Register `group` under `name` for the collectives of this process. A name in use is a ValueError.
 
-    `transport` carries all-reduces and all-gathers, the same kind on all ranks; None is torch.distributed's own.
-    `remark` says why it was chosen, for `group_stats`.
+    `transport` runs all-reduces and all-gathers, with the same class on all ranks; None is torch.distributed's own.
+    `description` of the transport, such as why it was chosen, goes into `group_stats`.
     """
     if name in _groups:
         raise ValueError(f"process group {name!r} is registered already")
-    _groups[name] = _Group(process_group=group, transport=transport or GroupTransport(group), remark=remark)
+    _groups[name] = _Group(process_group=group, transport=transport or GroupTransport(group), description=description)
 
 
 def unregister_group(name: str) -> None:
-    """Forget the group `name` and its transport, before it is destroyed. An unknown name is a ValueError."""
+    """Remove the group `name` and its transport, before the group is destroyed. An unknown name is a ValueError."""
     if _groups.pop(name, None) is None:
         raise ValueError(f"process group {name!r} is not registered")
 
 
 def group_stats() -> dict[str, dict[str, object]]:
-    """Each registered group's ranks and backend, its calls by the way they took, and the remark on its transport.
+    """Number of ranks, backend, calls by algorithm and transport of each registered group.
 
     A collective inside a captured device graph counts when it is captured, not when it is replayed.
     """
@@ -67,9 +67,9 @@ def group_stats() -> dict[str, dict[str, object]]:
         name: {
             "num_ranks": group.process_group.size(),
             "backend": distributed.get_backend(group.process_group),
-            "all_reduce_ways": dict(group.reduce_ways),
-            "all_gather_ways": dict(group.gather_ways),
-            "transport": group.remark,
+            "all_reduce_algorithms": dict(group.all_reduce_algorithms),
+            "all_gather_algorithms": dict(group.all_gather_algorithms),
+            "transport": group.description,
         }
         for name, group in _groups.items()
     }
@@ -86,7 +86,7 @@ def _group(name: str) -> distributed.ProcessGroup:
 
 
 def traffic() -> dict[str, tuple[int, int]]:
-    """What this process's collectives moved since it started: op to (calls, bytes of this rank's input).
+    """Calls and input bytes of this rank's collectives since the process started, by op: (calls, bytes).
 
     A collective inside a captured device graph counts when it is captured, not when it is replayed.
     """
@@ -108,7 +108,7 @@ def _group_of(name: str, num_ranks: int) -> distributed.ProcessGroup:
 
 def _sum_in_place(x: torch.Tensor, group: _Group) -> None:
     _count("all_reduce", x)
-    group.reduce_ways[group.transport.all_reduce_(x)] += 1
+    group.all_reduce_algorithms[group.transport.all_reduce_(x)] += 1
 
 
 @define_op(mutates=["x"], collective=True)
@@ -142,8 +142,8 @@ def all_reduce_add_rms_norm_(
         _sum_in_place(x, registered)
         return fused_add_rms_norm(x, residual, weight, eps, unit_offset, prefetch)
     _count("all_reduce", x)
-    way, normed, total = done
-    registered.reduce_ways[way] += 1
+    algorithm, normed, total = done
+    registered.all_reduce_algorithms[algorithm] += 1
     return normed, total
 
 
@@ -163,7 +163,7 @@ def all_gather(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) -> tor
     out = _all_gather_fake(x, num_ranks, group, dim)
     registered = _registered(group)
     _count("all_gather", x)
-    registered.gather_ways[registered.transport.all_gather_into(out, x.contiguous(), dim)] += 1
+    registered.all_gather_algorithms[registered.transport.all_gather_into(out, x.contiguous(), dim)] += 1
     return out
 
 
@@ -182,7 +182,7 @@ def reduce_scatter(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     process_group = _group_of(group, num_ranks)
     out = _reduce_scatter_fake(x, num_ranks, group)
     _count("reduce_scatter", x)
-    _scatter_sum_into(out, x.contiguous(), group=process_group)
+    _reduce_scatter_into(out, x.contiguous(), group=process_group)
     return out
 
 

@@ -13,7 +13,7 @@ from xllm_attention.op_library import define_op
 from .triton_kernels import triton_kernel
 
 
-def route(router_logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_softmax(router_logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E] -> weights [T, k] in their dtype, and experts [T, k] int64. Softmax in fp32."""
     weights, experts = torch.topk(router_logits.softmax(-1, dtype=torch.float32), top_k, dim=-1)
     if normalize:
@@ -36,7 +36,7 @@ def moe_static(
     normalize: bool,
 ) -> torch.Tensor:
     """Every expert over every token: E / k times the work, but no shape depends on data, so a graph can hold it."""
-    weights, experts = route(router_logits, top_k, normalize)
+    weights, experts = topk_softmax(router_logits, top_k, normalize)
     total = x.new_zeros(x.shape, dtype=torch.float32)
     for index in range(gate_up.shape[0]):
         # A token has an expert at most once, so this is its weight or 0.
@@ -54,7 +54,7 @@ def _moe_cpu(
     normalize: bool,
 ) -> torch.Tensor:
     """Each expert over its own tokens. The host waits for no device here, so shapes may depend on data."""
-    weights, experts = route(router_logits, top_k, normalize)
+    weights, experts = topk_softmax(router_logits, top_k, normalize)
     total = x.new_zeros(x.shape, dtype=torch.float32)
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=gate_up.shape[0])

@@ -1,7 +1,7 @@
-"""What carries all-reduces and all-gathers: the seam between the ops and the libraries below them.
+"""`Transport`, the interface that collective ops use to all-reduce and all-gather, and its torch.distributed version.
 
-Owns the protocol, the transport over torch.distributed, and the rule that picks a way by payload. The rule is a value:
-it reads nothing that may differ between ranks. Who takes which transport is agreed by the host.
+Also owns the rule that chooses the algorithm of a payload. The rule depends only on values that are equal on all ranks.
+The host makes the ranks agree on one transport.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch import distributed
 
-ALIGNMENT = 16  # bytes: what a thread of the symmetric-memory kernels moves at once
-SYMMETRIC_DTYPES = frozenset({torch.bfloat16, torch.float32})  # that they can add
-
+ALIGNMENT = 16  # bytes of one access of a thread in the symmetric-memory kernels
+SYMMETRIC_DTYPES = frozenset({torch.bfloat16, torch.float32})  # dtypes that the symmetric-memory kernels can sum
 
 # torch 2.13 renamed it and deprecated the old name.
 _gather_into: Callable[..., object] = getattr(
@@ -25,7 +24,7 @@ _gather_into: Callable[..., object] = getattr(
 
 
 class Transport(Protocol):
-    """Sums and gathers tensors over the ranks of one group. Returns the name of the way taken, for the counts."""
+    """Sums and gathers tensors over the ranks of one group. Each call returns its algorithm's name, for statistics."""
 
     def all_reduce_(self, x: torch.Tensor) -> str:
         """Sum x (contiguous) in place."""
@@ -44,15 +43,15 @@ class Transport(Protocol):
         unit_offset: bool,
         prefetch: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
-        """The sum of x over the ranks taken into the residual and normed: (way, norm, next residual), see the op.
+        """Fused all-reduce, residual add and RMSNorm, see the op: (algorithm, norm, next residual).
 
-        None, the same on all ranks, where this has no kernel for it; x is as it was then.
+        Returns None where the transport has no kernel for it, on all ranks alike and with x unchanged.
         """
         ...
 
 
 class GroupTransport:
-    """torch.distributed's own collectives: whatever the group's backend is, any dtype and size."""
+    """torch.distributed's own collectives: any backend of the group, any dtype and size."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
@@ -65,7 +64,7 @@ class GroupTransport:
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, dim: int) -> str:
         """See `Transport.all_gather_into`."""
-        if dim == 0 or x.shape[0] == 1:  # or they lie in order
+        if dim == 0 or x.shape[0] == 1:  # the ranks' parts are contiguous in out
             _gather_into(out.view(-1, *x.shape[1:]), x, group=self._group)
             return self.name
         shards = x.new_empty((self._group.size(), *x.shape))
@@ -82,26 +81,27 @@ class GroupTransport:
         unit_offset: bool,
         prefetch: torch.Tensor | None = None,
     ) -> tuple[str, torch.Tensor, torch.Tensor] | None:
-        """See `Transport.all_reduce_add_rms_norm`: None."""
+        """See `Transport.all_reduce_add_rms_norm`: always None."""
         return None
 
 
-class Way(StrEnum):
-    """How a payload travels."""
+class Algorithm(StrEnum):
+    """How a payload is exchanged."""
 
-    ONE_SHOT = "one_shot"  # every rank reads all of every other's
-    TWO_SHOT = "two_shot"  # every rank sums one part and reads the sums of the other parts
-    GROUP = "group"  # by the group's own backend
+    ONE_SHOT = "one_shot"  # every rank receives every other rank's whole payload
+    TWO_SHOT = "two_shot"  # reduce-scatter, then all-gather
+    GROUP = "group"  # the group's own backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportRule:
-    """The way of each payload, in bytes of one rank's input.
+    """Limits that choose the algorithm of a payload, in bytes of one rank's input.
 
     Attributes:
-        one_shot_max_bytes: all-reduces up to here are one-shot, whose latency is the least.
-        two_shot_max_bytes: up to here two-shot, which moves less; not less than the first. Beyond it the group's own.
-        gather_max_bytes: all-gathers up to here are one-shot. Beyond it the group's own.
+        one_shot_max_bytes: all-reduces up to this size are one-shot, which has the least latency.
+        two_shot_max_bytes: larger ones up to this size are two-shot, which moves less data; at least
+            `one_shot_max_bytes`. Even larger ones use the group's own backend.
+        gather_max_bytes: all-gathers up to this size are one-shot. Larger ones use the group's own backend.
     """
 
     one_shot_max_bytes: int
@@ -121,35 +121,36 @@ class TransportRule:
     def measured(cls, num_ranks: int) -> TransportRule:
         """The rule for a group of `num_ranks`.
 
-        The limits are those of two ranks, from benchmarks/results/collectives-tp2-h200.json. Of more ranks one-shot
-        reads more, in proportion to the others, so its limit falls by as much; the others read the same. A number of
-        ranks that torch's two-shot op does not take has no payload that is two-shot.
+        The limits were measured on two ranks (benchmarks/results/collectives-tp2-h200.json). A one-shot all-reduce
+        moves data in proportion to the number of other ranks, so its limit is divided by that number. The other limits
+        stay. Where torch's two-shot op does not support the number of ranks, nothing is two-shot.
         """
         if num_ranks < 2:
             raise ValueError(f"a group of {num_ranks} has nothing to sum; the rule begins at 2 ranks")
-        one_shot = _ONE_SHOT_OF_TWO // (num_ranks - 1) // ALIGNMENT * ALIGNMENT
-        two_shot = _TWO_SHOT_OF_TWO if num_ranks in _TWO_SHOT_RANKS else one_shot
-        return cls(one_shot_max_bytes=one_shot, two_shot_max_bytes=two_shot, gather_max_bytes=_GATHER_OF_TWO)
+        one_shot = _ONE_SHOT_MAX_BYTES // (num_ranks - 1) // ALIGNMENT * ALIGNMENT
+        two_shot = _TWO_SHOT_MAX_BYTES if num_ranks in _TWO_SHOT_RANKS else one_shot
+        return cls(one_shot_max_bytes=one_shot, two_shot_max_bytes=two_shot, gather_max_bytes=_GATHER_MAX_BYTES)
 
-    def reduce_way(self, num_bytes: int, dtype: torch.dtype, offset: int = 0) -> Way:
-        """The way of an all-reduce of `num_bytes`, `offset` bytes into their storage.
+    def all_reduce_algorithm(self, num_bytes: int, dtype: torch.dtype, offset: int = 0) -> Algorithm:
+        """The algorithm of an all-reduce of `num_bytes` that start `offset` bytes into their storage.
 
-        Nothing to sum, a dtype that the kernels cannot add, and a payload off their alignment go to the group.
+        Empty payloads, dtypes that the kernels cannot sum, and unaligned payloads use the group's backend.
         """
         if dtype not in SYMMETRIC_DTYPES or not num_bytes or (num_bytes | offset) % ALIGNMENT:
-            return Way.GROUP
+            return Algorithm.GROUP
         if num_bytes <= self.one_shot_max_bytes:
-            return Way.ONE_SHOT
-        return Way.TWO_SHOT if num_bytes <= self.two_shot_max_bytes else Way.GROUP
+            return Algorithm.ONE_SHOT
+        return Algorithm.TWO_SHOT if num_bytes <= self.two_shot_max_bytes else Algorithm.GROUP
 
-    def gather_way(self, num_bytes: int, row_bytes: int, offset: int = 0) -> Way:
-        """The way of an all-gather of rows that stay whole; alignment of all as for `reduce_way`, any dtype."""
+    def all_gather_algorithm(self, num_bytes: int, row_bytes: int, offset: int = 0) -> Algorithm:
+        """The algorithm of an all-gather of rows of `row_bytes`: alignment as for all-reduces, any dtype."""
         if not num_bytes or (num_bytes | row_bytes | offset) % ALIGNMENT:
-            return Way.GROUP
-        return Way.ONE_SHOT if num_bytes <= self.gather_max_bytes else Way.GROUP
+            return Algorithm.GROUP
+        return Algorithm.ONE_SHOT if num_bytes <= self.gather_max_bytes else Algorithm.GROUP
 
 
-_ONE_SHOT_OF_TWO = 4 << 20
-_TWO_SHOT_OF_TWO = 16 << 20
+# Of two ranks, see `TransportRule.measured`.
+_ONE_SHOT_MAX_BYTES = 4 << 20
+_TWO_SHOT_MAX_BYTES = 16 << 20
 _TWO_SHOT_RANKS = (2, 4, 8)  # torch.ops.symm_mem.two_shot_all_reduce_out: "Not implemented for world_size=3"
-_GATHER_OF_TWO = 18 << 20  # what the kernel takes: 118 rows of half of 152,000 bf16 logits
+_GATHER_MAX_BYTES = 18 << 20  # the kernel's limit; holds 118 rows of 76,000 bf16 logits
