@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from xllm_attention import AttentionSpec, BackendLimits, create_backend
-from xllm_attention.backends.triton_backend.launch import Launcher
 from xllm_attention.conformance import CASES, BackendFactory, Case, check_large_cache, run_case
 from xllm_attention.conformance.strategies import cases
+from xllm_attention.triton_launch import KeyedLauncher
 from xllm_metadata import LayerCache, StaticAttentionMetadata, build_attention_metadata
 
 FACTORY: BackendFactory = partial(create_backend, "triton")
@@ -106,27 +106,27 @@ else:
 def test_launches_depend_on_the_bucket_and_not_on_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same kernels, grids, constants and addresses for every batch in a bucket: so a captured graph serves them all."""
     seen: list[list[Any]] = []
-    original, bind = Launcher.__call__, Launcher.bound
+    original, bind = KeyedLauncher.__call__, KeyedLauncher.bind
 
-    def record(self: Launcher, key: Any, grid: Any, arguments: Any, constants: Any) -> None:
+    def record(self: KeyedLauncher, key: Any, grid: Any, arguments: Any, constants: Any) -> None:
         values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
         seen[-1].append((self._kernel, key, grid, values, constants))
 
-    def call(self: Launcher, key: Any, grid: Any, arguments: Any, constants: Any, options: Any) -> None:
+    def call(self: KeyedLauncher, key: Any, grid: Any, arguments: Any, constants: Any, options: Any) -> None:
         record(self, key, grid, arguments, constants)
         original(self, key, grid, arguments, constants, options)
 
-    def bound(self: Launcher, *what: Any) -> Callable[[], None]:
-        launch = bind(self, *what)
+    def bind_recorded(self: KeyedLauncher, key: Any, grid: Any, arguments: Any, *rest: Any) -> Callable[[], None]:
+        launch = bind(self, key, grid, arguments, *rest)
 
         def call_bound() -> None:
-            record(self, *what)
+            record(self, key, grid, arguments, rest[0])
             launch()
 
         return call_bound
 
-    monkeypatch.setattr(Launcher, "__call__", call)
-    monkeypatch.setattr(Launcher, "bound", bound)
+    monkeypatch.setattr(KeyedLauncher, "__call__", call)
+    monkeypatch.setattr(KeyedLauncher, "bind", bind_recorded)
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
     specs = [spec, replace(spec, sliding_window=5)]
     backend = create_backend("triton", specs, LIMITS)

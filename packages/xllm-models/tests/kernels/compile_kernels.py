@@ -24,7 +24,7 @@ from xllm_models.kernels import (
     rotary,
     symmetric_all_gather,
 )
-from xllm_models.kernels.launcher import power_of_two
+from xllm_models.kernels.block_sizes import power_of_two
 from xllm_models.kernels.symmetric_buffers import SUM_CHUNK_BYTES
 
 TARGET = GPUTarget("cuda", 90, 32)

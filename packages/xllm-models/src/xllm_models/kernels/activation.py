@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .launcher import Launcher, power_of_two
+from xllm_attention.triton_launch import Launcher
+
+from .block_sizes import power_of_two
 from .overlap import wait_for_previous
 from .prefetch import prefetch_share, prefetch_shares
 

@@ -20,7 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .launcher import Launcher, num_warps_for, power_of_two
+from xllm_attention.triton_launch import Launcher
+
+from .block_sizes import num_warps_for, power_of_two
 from .norm import norm_of
 from .overlap import wait_for_previous
 from .prefetch import prefetch_share, prefetch_shares

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from .launcher import Launcher, power_of_two
+from xllm_attention.triton_launch import Launcher
+
+from .block_sizes import power_of_two
 from .overlap import wait_for_previous
 
 MAX_ROWS = 16

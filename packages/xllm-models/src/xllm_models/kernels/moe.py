@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launcher import Launcher
+from xllm_attention.triton_launch import Launcher
+
 from .moe_align import align_pairs, topk_softmax
 
 

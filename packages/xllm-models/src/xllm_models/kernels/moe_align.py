@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .launcher import Launcher, power_of_two
+from xllm_attention.triton_launch import Launcher
+
+from .block_sizes import power_of_two
 
 MAX_PAIRS_ONE_PROGRAM = 1024  # sorted by one program; torch sorts more. No measurement is recorded.
 

@@ -7,12 +7,9 @@ every one of its programs calls it. Then a kernel that has ended means that all 
 
 from __future__ import annotations
 
-from functools import cache
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime import driver
 
 
 @triton.jit
@@ -21,10 +18,3 @@ def wait_for_previous(OVERLAP: tl.constexpr) -> None:
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-
-
-@cache
-def can_overlap(device: int) -> bool:
-    """Whether kernels are launched so on the current device, whose index this is."""
-    target = driver.active.get_current_target()
-    return target.backend == "cuda" and int(target.arch) >= 90

@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launcher import Launcher
+from xllm_attention.triton_launch import Launcher
+
 from .overlap import wait_for_previous
 from .symmetric_buffers import (
     GATHER_BLOCK,

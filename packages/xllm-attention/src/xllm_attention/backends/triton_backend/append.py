@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher, alignment
+from ...triton_launch import KeyedLauncher, alignment
 
 
 class Append:
     """Appends the keys and values of a step to the caches; keeps its compiled kernels."""
 
     def __init__(self) -> None:
-        self._launch = Launcher(append_kernel)
+        self._launch = KeyedLauncher(append_kernel)
 
     def __call__(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor

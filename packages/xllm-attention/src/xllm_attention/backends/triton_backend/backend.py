@@ -11,9 +11,9 @@ import triton
 from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
 from ...limits import BackendLimits
 from ...spec import AttentionSpec
+from ...triton_launch import KeyedLauncher, alignment
 from .append import Append, append_kernel
 from .attend import attend_kernel
-from .launch import Launcher, alignment
 from .workspace import WorkList, Workspace
 
 # True when the environment variable TRITON_INTERPRET was set as the kernels were defined.
@@ -53,7 +53,7 @@ class TritonBackend(AttentionBackend):
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         limits = self.limits
         self._caches = tuple(caches)
-        self._append, self._attend = Append(), Launcher(attend_kernel)
+        self._append, self._attend = Append(), KeyedLauncher(attend_kernel)
         self._strides = tuple((*k.stride(), *v.stride()) for k, v in caches)
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):

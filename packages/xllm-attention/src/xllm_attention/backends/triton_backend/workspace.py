@@ -10,7 +10,7 @@ import triton
 
 from ...backend import Phase, Step
 from ...spec import AttentionSpec
-from .launch import Launcher
+from ...triton_launch import KeyedLauncher
 from .tiles import Tiles, decode_tiles, interpreted_tiles, prefill_tiles
 from .worklist import ITEM_WIDTH, worklist_kernel
 
@@ -36,7 +36,7 @@ class WorkList:
     max_num_seqs: int
     num_processors: int
     items: torch.Tensor  # [capacity, ITEM_WIDTH] int32
-    launch: Launcher
+    launch: KeyedLauncher
     decode_launches: dict[int, _Launch] = field(default_factory=dict)  # by sequences
     # By sequences, for graphs' steps: the last one's addresses, and the launch that reads there.
     graph_launches: dict[int, tuple[tuple[int, ...], Callable[[], None]]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class WorkList:
         if interpreted:
             tiles = interpreted_tiles(tiles)
         empty = torch.empty(0, dtype=torch.int32, device=device)
-        launch = Launcher(worklist_kernel)
+        launch = KeyedLauncher(worklist_kernel)
         sizes = cls(
             spec=spec, tiles=tiles, decode=decode, max_num_seqs=max_num_seqs, num_processors=num_processors,
             items=empty, launch=launch,
@@ -129,10 +129,13 @@ class WorkList:
             if self.decode:  # other steps come in too many sizes to keep them
                 self.decode_launches[step.num_seqs] = known
         arguments = (*inputs, pages, self.items, pages.shape[0] if copies_pages else 0, *known.numbers)
-        self.launch(known.constants["BLOCK_B"], known.grid, arguments, known.constants, {"num_warps": 4})
+        call = (known.constants["BLOCK_B"], known.grid, arguments, known.constants, {"num_warps": 4})
         if step.graph:
-            launch = self.launch.bound(known.constants["BLOCK_B"], known.grid, arguments, known.constants)
+            launch = self.launch.bind(*call)
             self.graph_launches[step.num_seqs] = addresses, launch
+            launch()
+        else:
+            self.launch(*call)
 
     def _launch_of(self, num_tokens: int, num_seqs: int) -> _Launch:
         num_items, tiles = self.num_items(num_tokens, num_seqs), self.tiles
