@@ -1,4 +1,4 @@
-// One model and its executor, as the life host's scenarios use them: decode steps of one sequence.
+// A model with its executor and decode steps of one sequence, for the lifecycle scenarios.
 #pragma once
 
 #include <cstdint>

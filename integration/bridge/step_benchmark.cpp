@@ -1,4 +1,4 @@
-// What one step costs on the way from C++ to Python, beside a plain pybind11 call, in one run.
+// Measures the cost of one step from C++ to Python, and of a plain pybind11 call in the same run.
 //
 //   step_benchmark EXECUTABLE [STEPS] [REPEATS] [DEVICE]
 //

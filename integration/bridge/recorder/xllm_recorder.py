@@ -1,6 +1,6 @@
 """An out-of-tree model and attention backend that write down every address and call they see.
 
-Installed beside a host through its module path; the record goes to the file that the environment variable
+A host loads it through its module path; the record goes to the file that the environment variable
 XLLM_RECORD names, one JSON object a line.
 """
 

@@ -37,9 +37,9 @@ def tool(name: str) -> str:
     """cmake or ninja: those that came with the Python packages when they are there, else the system's."""
     spec = importlib.util.find_spec("cmake")
     if spec is not None and spec.origin is not None:
-        beside = Path(spec.origin).parents[4] / "bin" / name
-        if beside.is_file():
-            return str(beside)
+        candidate = Path(spec.origin).parents[4] / "bin" / name
+        if candidate.is_file():
+            return str(candidate)
     found = shutil.which(name)
     assert found, f"no {name} on the path"
     return found
@@ -79,7 +79,7 @@ def build_host(tmp_path_factory: pytest.TempPathFactory) -> Build:
 def hosts(build_host: Build) -> Path:
     """The folder of all programs, as released."""
     return build_host(
-        *("bridge_host", "contract_host", "step_benchmark", "life_host", "life_plugin", "life_loader"),
+        *("bridge_host", "contract_host", "step_benchmark", "lifecycle_host", "lifecycle_plugin", "lifecycle_loader"),
         flags="-Wall -Wextra",
     )
 

@@ -56,18 +56,18 @@ def test_no_misuse_of_memory_and_no_undefined_behaviour(
 ) -> None:
     """A leak counts when our code made the block."""
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O0"
-    programs = build_host("bridge_host", "contract_host", "life_host", flags=flags, build_type="None")
+    programs = build_host("bridge_host", "contract_host", "lifecycle_host", flags=flags, build_type="None")
     environment = {
         "PYTHONMALLOC": "malloc",
         "ASAN_OPTIONS": "detect_leaks=1",
         "LSAN_OPTIONS": "exitcode=0",
         "OMP_NUM_THREADS": "1",
     }
-    life = (programs / "life_host", small_checkpoint, sys.executable)
+    lifecycle = (programs / "lifecycle_host", small_checkpoint, sys.executable)
     scenarios = ("compatible", "shutdown_first", "shutdown_beside_steps", "sink")
     drive = (programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
     runs = run_two_at_a_time(
-        [drive, *((*life, scenario) for scenario in scenarios), (*life, "threads", 1)],
+        [drive, *((*lifecycle, scenario) for scenario in scenarios), (*lifecycle, "threads", 1)],
         XLLM_RECORD=str(tmp_path / "record.jsonl"), **environment,
     )  # fmt: skip
     request = json.dumps({"call": "sample", "value": SAMPLE}) + "\n"
@@ -99,9 +99,9 @@ def test_no_data_races(
     tmp_path: Path,
 ) -> None:
     """What threads do together. The GIL's own lock is seen: what it guards is clean because of it."""
-    programs = build_host("bridge_host", "life_host", flags="-fsanitize=thread -g1 -O0", build_type="None")
+    programs = build_host("bridge_host", "lifecycle_host", flags="-fsanitize=thread -g1 -O0", build_type="None")
     prefix = without_randomized_addresses()
-    life = (*prefix, programs / "life_host", small_checkpoint, sys.executable)
+    lifecycle = (*prefix, programs / "lifecycle_host", small_checkpoint, sys.executable)
     scenarios: list[tuple[object, ...]] = [
         *(("threads", 1), ("shutdown_beside_steps",), ("join_and_shut_down",), ("gil_loss", 0.2)),
         *(("join_twice",), ("join_and_shut_down_twice",), ("steps_on_python_threads",)),
@@ -109,7 +109,7 @@ def test_no_data_races(
     ]
     drive = (*prefix, programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
     planted, *runs = run_two_at_a_time(
-        [(*life, "race"), drive, *((*life, *scenario) for scenario in scenarios)],
+        [(*lifecycle, "race"), drive, *((*lifecycle, *scenario) for scenario in scenarios)],
         TSAN_OPTIONS=":".join(f"{name}={value}" for name, value in TSAN_OPTIONS.items()),
         XLLM_RECORD=str(tmp_path / "record.jsonl"),
         OMP_NUM_THREADS="1",

@@ -1,4 +1,4 @@
-"""ExecutorConfig: what a host may pass, and what it is told when it passes something else."""
+"""ExecutorConfig: valid options, and the error for each invalid one."""
 
 from __future__ import annotations
 

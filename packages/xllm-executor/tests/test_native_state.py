@@ -1,4 +1,4 @@
-"""A checkpoint for a model in another language: the Python model's own tensors, and digests that tell two apart."""
+"""Loading a checkpoint for a native model, and digests that distinguish two checkpoints."""
 
 from __future__ import annotations
 

@@ -76,11 +76,11 @@ def test_a_place_outside_of_the_group_is_refused() -> None:
 
 
 def test_a_group_that_exists_is_named(store: distributed.TCPStore) -> None:
-    place = {"rank": 0, "size": 1, "host": "127.0.0.1", "port": store.port, "backend": "gloo", "device": "cpu"}
-    tensor_parallel.join(**place, prefix="first", timeout=10.0)
+    group = {"rank": 0, "size": 1, "host": "127.0.0.1", "port": store.port, "backend": "gloo", "device": "cpu"}
+    tensor_parallel.join(**group, prefix="first", timeout=10.0)
     try:
         with pytest.raises(RuntimeError, match="this process is in a process group already; leave it before"):
-            tensor_parallel.join(**place, prefix="second", timeout=10.0)
+            tensor_parallel.join(**group, prefix="second", timeout=10.0)
         assert distributed.is_initialized()
     finally:
         tensor_parallel.leave()
@@ -88,13 +88,13 @@ def test_a_group_that_exists_is_named(store: distributed.TCPStore) -> None:
 
 def test_a_join_that_fails_leaves_no_group(store: distributed.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("a rank did not tell its facts")
+        raise RuntimeError("a rank did not send its info")
 
-    place = {"rank": 0, "size": 1, "host": "127.0.0.1", "port": store.port, "backend": "gloo", "device": "cpu"}
+    group = {"rank": 0, "size": 1, "host": "127.0.0.1", "port": store.port, "backend": "gloo", "device": "cpu"}
     with monkeypatch.context() as patch:
         patch.setattr(tensor_parallel, "choose_transport", fail)
-        with pytest.raises(RuntimeError, match="a rank did not tell its facts"):
-            tensor_parallel.join(**place, prefix="failed", timeout=10.0)
+        with pytest.raises(RuntimeError, match="a rank did not send its info"):
+            tensor_parallel.join(**group, prefix="failed", timeout=10.0)
     assert not distributed.is_initialized()
-    tensor_parallel.join(**place, prefix="again", timeout=10.0)
+    tensor_parallel.join(**group, prefix="again", timeout=10.0)
     tensor_parallel.leave()

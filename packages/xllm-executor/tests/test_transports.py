@@ -42,9 +42,9 @@ def test_a_rank_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_rank_info(cpu, allowed=True).host == local_rank_info(cpu, allowed=False).host
     monkeypatch.setattr(transports, "missing_requirements", lambda: ("triton",))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "u"}))
-    told = local_rank_info(torch.device("cuda:0"), allowed=True)
-    assert told.refusal == "there is no triton"
-    assert told.device == "u"
+    info = local_rank_info(torch.device("cuda:0"), allowed=True)
+    assert info.refusal == "there is no triton"
+    assert info.device == "u"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """`ModelExecutor`: what the C++ framework calls once per step, and the C++ bridge that makes the call.
 
-Owns the configuration, the choice of runner, and the life of backend and runners. Knows models and runners only
+Owns the configuration, the choice of runner, and the lifetime of backend and runners. Uses models and runners only
 through their public interfaces.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m xllm_executor --cmakedir | doctor | check`: for C++ builds, faulty installations, models under graphs."""
+"""`python -m xllm_executor --cmakedir | doctor | check`: finds the CMake package, checks an environment or a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .paths import get_cmake_dir
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was asked for; `doctor` and `check` give 1 when they found a fault, 2 for unusable input."""
+    """Runs the command and prints its result. Returns 1 for a fault that it found, 2 for unusable input."""
     parser = argparse.ArgumentParser(prog="python -m xllm_executor", description=__doc__)
-    parser.add_argument("--cmakedir", action="store_true", help="print the folder of the CMake package")
+    parser.add_argument("--cmakedir", action="store_true", help="print the directory of the CMake package")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("doctor", help="check this environment")
-    check.add_arguments(commands.add_parser("check", help="check a model under graphs, and over ranks"))
+    check.add_arguments(commands.add_parser("check", help="check a model under graphs and over ranks"))
     arguments = parser.parse_args(argv)
     if arguments.cmakedir == (arguments.command is not None):
         parser.error("give either --cmakedir or a command, doctor or check")

@@ -1,7 +1,7 @@
-"""`python -m xllm_executor check`: a model under graphs against eager execution, and over ranks against one.
+"""`python -m xllm_executor check`: compares a model under graphs with eager execution, and several ranks with one.
 
-Owns which limits, runners and ranks are tried, and the report. What must hold in a step belongs to
-`xllm_graph.conformance`; whether the model is right at all to `python -m xllm_models compare`.
+Owns the limits, runners and ranks that are tried, and the report. The checks of a step are in `xllm_graph.conformance`.
+`python -m xllm_models compare` compares the model itself with transformers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from . import tensor_parallel
 from .executor import ModelExecutor
 
 MAX_MODEL_LEN = 40
-NUM_TOKENS = 24  # of the prompt that ranks are compared by
+NUM_TOKENS = 24  # of the prompt whose logits are compared between ranks
 RANK_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line asked for."""
+    """The command line's options."""
 
     directory: Path
-    model: str | None = None  # MODULE:CLASS of a port that is not registered
+    model: str | None = None  # MODULE:CLASS of an unregistered port
     device: str = "cpu"
     dtype: str = "float32"
     attention: str = "torch"
@@ -47,12 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="MODULE:CLASS of a port that is not registered, for this checkpoint")
     parser.add_argument("--device", default="cpu", help="cpu records graphs and replays them, cuda captures them")
     parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
-    parser.add_argument("--attention", default="torch", help="attention backend of what is checked; eager has torch's")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="compare N ranks with one, too")
+    parser.add_argument("--attention", default="torch", help="backend under graphs; the eager reference uses torch")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="also compare N ranks with one")
 
 
 def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
-    """0 where all is well, 1 where not. Errors of the input are ValueError and OSError."""
+    """Writes the report. Returns 0 if every check passed, else 1. Raises ValueError or OSError for unusable input."""
     options = Options(**{name: getattr(arguments, name) for name in Options.__slots__})
     if options.tp < 1:
         raise ValueError(f"--tp is {options.tp}; it must be at least 1")
@@ -65,12 +65,12 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
 
 
 def _findings(options: Options) -> Iterator[tuple[str, str | None]]:
-    """Each thing that was checked, and what is wrong with it."""
+    """Yields (check, fault), with None for a check that passed."""
     model = _load(options)
     if model.config.num_positions < MAX_MODEL_LEN:
         raise ValueError(f"the model has {model.config.num_positions} positions; the check needs {MAX_MODEL_LEN}")
     if model.device.type == "cpu":
-        torch.set_num_threads(1)  # steps of few tokens lose more to threads than they gain
+        torch.set_num_threads(1)  # for a few tokens, threads cost more than they save
     captured = "recorded" if model.device.type == "cpu" else "cudagraphs"
     runtime = "recorded" if model.device.type == "cpu" else "cuda"
     for backend, more in ((captured, {}), ("piecewise", {"graph_runtime": runtime})):
@@ -88,7 +88,7 @@ def _load(options: Options, rank: int = 0, size: int = 1, device: str | None = N
 
 
 def _under_graphs(model: CausalLM, options: Options, graph: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """Every scenario of the conformance suite, and a workload, in one pair of executors."""
+    """Runs every scenario of the conformance suite and a random workload in one pair of executors."""
     backend = graph["python_graph_backend"]
     limits = Limits(
         max_num_seqs=11,
@@ -120,9 +120,9 @@ def _under_graphs(model: CausalLM, options: Options, graph: Mapping[str, str]) -
 def make_harness(
     model: CausalLM, limits: Limits, options: Mapping[str, object]
 ) -> tuple[ReplayHarness, ModelExecutor, ModelExecutor]:
-    """A harness over an executor of the options and an eager one with torch's attention, and these two, warmed up.
+    """Makes (harness, executor with the options, eager reference executor), both warmed up.
 
-    Shut both down, in that order, before the group of the model's ranks ends.
+    Shut both executors down, in this order, before the process group is destroyed.
     """
     executor, caches = _executor(model, limits, options)
     reference, reference_caches = _executor(model, limits, {"attention_backend": "torch"})
@@ -142,7 +142,7 @@ def _executor(model: CausalLM, limits: Limits, options: Mapping[str, object]) ->
     own = {"max_tokens_per_batch": limits.max_num_tokens, "max_model_len": limits.max_model_len}
     executor = ModelExecutor(model, {**options, **own}, limits.max_num_seqs)
     shapes = [(limits.num_pages, limits.page_size, s.num_kv_heads, s.head_dim) for s in model.attention_specs]
-    # Poisoned: a slot that is read before it is written shows.
+    # NaN, so that a read of a slot that was never written shows.
     caches = [
         LayerCache(*(torch.full(shape, torch.nan, device=model.device, dtype=model.dtype) for _ in "kv"))
         for shape in shapes
@@ -153,7 +153,7 @@ def _executor(model: CausalLM, limits: Limits, options: Mapping[str, object]) ->
 
 
 def _over_ranks(model: CausalLM, options: Options) -> str | None:
-    """What is wrong with the logits of several ranks, in processes of their own."""
+    """Compares the logits of several ranks, each a process, with those of one. Returns the fault."""
     want = _logits(model)
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:

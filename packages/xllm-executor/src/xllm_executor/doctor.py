@@ -1,4 +1,4 @@
-"""`doctor`: what an embedding host needs of this environment, checked one by one. Changes nothing."""
+"""`doctor`: checks the requirements of an embedding host in this environment, one by one. Changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKAGES = ("xllm-metadata", "xllm-attention", "xllm-graph", "xllm-models", "xl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One finding; `ok` is False when embedding would fail."""
+    """One requirement; `ok` is False when embedding would fail."""
 
     name: str
     ok: bool

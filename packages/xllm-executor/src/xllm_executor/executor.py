@@ -1,7 +1,7 @@
-"""`ModelExecutor`: one model, one attention backend, one `execute` a step.
+"""`ModelExecutor`: runs the steps of one model with one attention backend, by one `execute` call per step.
 
-Owns the backend and the runners, and their life. It neither schedules, nor allocates KV memory, nor recomputes
-anything that the host has built.
+Owns the backend, the runners and their lifetime. It does not schedule or allocate KV memory, and recomputes nothing
+that the host has built.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .runners import Sizes, make_runners
 class ModelExecutor:
     """Executes the steps of one model.
 
-    Call `bind_kv_caches` once, `warmup` once, then `execute` for every step; `shutdown` at the end. Not thread-safe:
-    the host calls it from one thread at a time. Steps share buffers: they come on one stream, or each on a stream that
-    waits for the one of the step before.
+    Call `bind_kv_caches` once, `warmup` once, then `execute` for every step; `shutdown` at the end. It is not
+    thread-safe. Steps share buffers. So all of them run on one stream, or each step's stream waits for the stream of
+    the previous step.
 
     Args:
         model: with its weights loaded.
         config: an `ExecutorConfig`, or a mapping of its fields.
-        max_seqs_per_batch: sequences of one step at most.
+        max_seqs_per_batch: most sequences per step.
         graph_passes: applied to the graphs of a torch.compile backend, before the compiler.
 
     Raises:
@@ -61,7 +61,7 @@ class ModelExecutor:
         num_positions = model.config.num_positions
         if config.max_model_len > num_positions:
             raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {num_positions} positions")
-        # More than max_position_embeddings, which some ropes allow, is served where it is asked for.
+        # Some rope types allow more than max_position_embeddings, which the option may ask for.
         served = model.config.max_model_len or model.config.max_position_embeddings
         self._max_model_len = config.max_model_len or min(served, num_positions)
         if max_seqs_per_batch < 1:
@@ -83,17 +83,17 @@ class ModelExecutor:
         self._model: CausalLM | None = model
         self._graph_passes = graph_passes
         self._runners: RunnerSet | None = None  # made when the caches are bound
-        self._last_stats: dict[str, object] | None = None  # of the shutdown
+        self._last_stats: dict[str, object] | None = None  # taken at shutdown
         self._validate = config.validate or os.environ.get("XLLM_VALIDATE") == "1"
         self._num_pages: int | None = None
         self._warmup_plans = self._backend.plan_counts
         self._page_size = 0
 
     def bind_kv_caches(self, caches: Sequence[LayerCache | Sequence[torch.Tensor | None]]) -> None:
-        """Takes the KV cache, once; the memory stays the host's and must outlive the executor.
+        """Binds the KV cache, once. The host owns the memory, which must outlive the executor.
 
         Args:
-            caches: one entry a layer: a `LayerCache`, or its tensors in slot order (k, v, ...), each
+            caches: one entry per layer: a `LayerCache`, or its tensors in slot order (k, v, ...), each
                 [num_pages, page_size, num_kv_heads, head_dim] in the model's dtype on its device.
 
         Raises:
@@ -111,14 +111,14 @@ class ModelExecutor:
         self._num_pages, self._page_size = first.shape[0], first.shape[1]
 
     def warmup(self) -> None:
-        """Gets everything ready that the first request must not wait for; captures the graphs, if any are asked for.
+        """Compiles kernels and captures the configured graphs, so that the first request does not wait for them.
 
-        Without graphs that is a decode step's kernels: those of prompts and of other sizes are compiled when they come.
-        Writes nothing to the cache. Counted neither as steps nor in the plan counts of `stats`. One that fails leaves
-        no graph: steps run eagerly then, and it may be tried again.
+        Without graphs it compiles a decode step's kernels only; those of prompts and other sizes compile at first use.
+        It writes nothing to the cache, and counts neither as steps nor in the plan counts of `stats`. A warm-up that
+        fails leaves no graph: steps run eagerly then, and it may be tried again.
 
         Raises:
-            RuntimeError: no cache is bound, or graphs are captured already; what the model did that no graph can hold.
+            RuntimeError: no cache is bound, graphs are captured already, or a capture failed (`CaptureError` says why).
         """
         self._live()
         if self._runners is None:
@@ -140,13 +140,13 @@ class ModelExecutor:
     ) -> torch.Tensor:
         """Runs one step. T tokens, n selected rows.
 
-        Inputs must be ready on the current stream, on which work and result are ordered, and must stay unmodified until
-        that stream has passed the step.
+        Inputs must be ready on the current stream and stay unmodified until that stream has passed the step. The result
+        is ordered on the same stream.
 
         Args:
             tokens: [T] int32, on the model's device.
             positions: [T] int32, on the model's device.
-            metadata: of the step; C++ views are readable inside this call only.
+            metadata: of the step; a view that C++ passes is readable inside this call only.
             logits_indices: [n] int32 or int64: rows whose logits are wanted; None asks for hidden states.
             inputs_embeds: not served by this version; must be None.
 
@@ -155,8 +155,8 @@ class ModelExecutor:
 
         Raises:
             RuntimeError: no cache is bound, the executor was shut down, or `eager_is_error` forbids the step.
-            ValueError: an argument of a wrong shape or dtype, an absent field, metadata of another number of tokens, or
-                a step beyond the limits. The executor stays usable.
+            ValueError: a wrong shape or dtype, an absent field, metadata of another number of tokens, or a step beyond
+                the limits. The executor stays usable.
         """
         self._live()
         if self._runners is None or self._num_pages is None:
@@ -178,12 +178,12 @@ class ModelExecutor:
             self._check_limits(tokens, metadata)
             return self._runners.execute(tokens, positions, metadata, logits_indices)
         except (AttributeError, TypeError):
-            check_present(metadata)  # an absent field by its name; reading them all before each step would cost it
+            check_present(metadata)  # names an absent field; a check before every step would cost host time
             raise
 
     @property
     def runners(self) -> RunnerSet:
-        """What executes the steps. Raises `RuntimeError` before `bind_kv_caches` and after `shutdown`."""
+        """The runners that execute the steps. Raises `RuntimeError` before `bind_kv_caches` and after `shutdown`."""
         self._live()
         if self._runners is None:
             raise RuntimeError("there are no runners before bind_kv_caches")
@@ -192,9 +192,9 @@ class ModelExecutor:
     def stats(self) -> dict[str, object]:
         """Counts since the start, as plain values.
 
-        `steps` by runner; `eager_reasons`: eager steps by reason; `graph_misses`: by runner that would have come
-        first, steps that another graph served, by reason; `plans` by attention group; `graphs`: what each capture cost;
-        `graph_memory_bytes` of their pool; `groups`: the process groups, and what carries their all-reduces.
+        `steps`: by runner. `eager_reasons`: eager steps by reason. `graph_misses`: per preferred runner, the steps that
+        another runner's graph served instead, by reason. `plans`: by attention group. `graphs`: time and memory of each
+        capture. `graph_memory_bytes`: of their pool. `groups`: the process groups, with their all-reduce transport.
         """
         runners = self._runners
         if self._last_stats is not None:
@@ -210,9 +210,9 @@ class ModelExecutor:
         }
 
     def shutdown(self) -> None:
-        """Drops graphs and model, the graphs first: a process group that they captured must outlive them.
+        """Drops the graphs, then the model: a process group that the graphs captured must outlive them.
 
-        Every later call but this one and `stats` raises `RuntimeError`.
+        Every later call except `shutdown` and `stats` raises `RuntimeError`.
         """
         if self._model is None:
             return
@@ -235,7 +235,7 @@ class ModelExecutor:
             runners.warmup(lambda report: _advance(bar, f"{report.runner} {report.size}"))
 
     def _num_plans(self) -> list[int]:
-        """Plans of steps, by attention group."""
+        """Plans of steps by attention group, without those of the warm-up."""
         return [count - warm for count, warm in zip(self._backend.plan_counts, self._warmup_plans, strict=True)]
 
     def _check_inputs(self, tokens: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor | None) -> None:
@@ -254,7 +254,7 @@ class ModelExecutor:
             raise ValueError(f"logits_indices is {_describe(logits_indices)}; it must be [n] int32 or int64")
 
     def _check_limits(self, tokens: torch.Tensor, metadata: AttentionMetadata) -> None:
-        # The backend holds more, so that padding fits.
+        # The backend's limits are larger, to make room for padding.
         num_seqs = metadata.paged_kv_last_page_len_host.shape[0]
         if num_seqs > self._max_num_seqs:
             raise ValueError(f"number of sequences {num_seqs} exceeds max_seqs_per_batch {self._max_num_seqs}")
@@ -278,7 +278,7 @@ def _advance(bar: tqdm[object], what: str) -> None:
 
 
 def _padding_step(device: torch.device) -> AttentionMetadata:
-    """A decode step of one padding row, as the contract defines it: nothing is written, attention gives 0."""
+    """A decode step of one padding row: it writes nothing to the cache, and its attention output is 0."""
     step = StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=1, max_num_pages=1, device=device)
     step.fill(build_attention_metadata([], [], [], page_size=1, device=device), num_tokens=1, num_seqs=1)
     return step

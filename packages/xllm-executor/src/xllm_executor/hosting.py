@@ -1,7 +1,7 @@
-"""What the bridge asks of Python about the process: where output goes, health figures, and the end.
+"""Process-wide services of the C++ bridge: output redirection, metrics and shutdown.
 
-Owns the redirection of logging, warnings and printed lines, and the order of shutdown. Called by the C++ bridge; a pure
-Python host needs none of it.
+Owns the redirection of logging, warnings and printed lines, and the order of shutdown. A pure Python host needs none
+of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXECUTORS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _SinkHandler(logging.Handler):
-    """Hands log records to the host, formatted without level and name, which go beside them."""
+    """Sends log records to the host. Level and logger name are separate arguments, so the text leaves them out."""
 
     def __init__(self, sink: LogSink) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class _SinkHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._sink(record.levelno, record.name, self.format(record))
-        except Exception:  # noqa: BLE001  as every handler does: a bad record must not fail the code that logs it
+        except Exception:  # noqa: BLE001  a bad record must not fail the code that logs it; all handlers do so
             self.handleError(record)
 
 
 class _SinkStream(io.TextIOBase):
-    """A text stream whose lines go to the host. It has no file descriptor and no buffer of bytes."""
+    """A text stream that sends complete lines to the host. It has no file descriptor and no byte buffer."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -60,7 +60,7 @@ class _SinkStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Lines go out when they are complete."""
+        """Does nothing: a line is sent when it is complete."""
 
     def isatty(self) -> bool:
         return False
@@ -70,9 +70,9 @@ class _SinkStream(io.TextIOBase):
 
 
 def redirect_output(sink: LogSink | None) -> None:
-    """Sends log records, warnings and printed lines to the sink; without one, all of them to stderr.
+    """Sends log records, warnings and printed lines to the sink, or to stderr without one.
 
-    stdout is the host's: nothing that Python prints goes there.
+    stdout belongs to the host: Python prints nothing there.
     """
     out, err = (sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)
     if sink is None:
@@ -86,7 +86,7 @@ def redirect_output(sink: LogSink | None) -> None:
 
     handler = _SinkHandler(send)
     logging.getLogger().addHandler(handler)
-    # Libraries that were imported before have handlers with the streams of then; torch's loggers do not propagate.
+    # Libraries imported earlier have handlers on the old streams, and torch's loggers do not propagate.
     for logger, writer in _stream_handlers((*out, *err)):
         logger.removeHandler(writer)
         if not _reaches(logger, handler):
@@ -97,20 +97,20 @@ def redirect_output(sink: LogSink | None) -> None:
 
 
 def register_executor(executor: Any) -> None:
-    """Makes `shut_down` know an executor; holds it weakly."""
+    """Registers an executor for `shut_down`, by a weak reference."""
     _EXECUTORS.add(executor)
 
 
 def shut_down() -> None:
-    """Frees what Python holds, in the order that devices need: graphs, then process groups, then objects.
+    """Releases graphs, then process groups, then garbage: a captured graph must not outlive its process group.
 
-    What fails does not keep the rest from being freed; the first error is raised at the end, with the others as notes.
+    An error does not stop the rest. The first one is raised at the end, with the others as notes.
     """
     errors: list[Exception] = []
     for end in (*(executor.shutdown for executor in list(_EXECUTORS)), tensor_parallel.leave, _destroy_groups):
         try:
             end()
-        except Exception as error:  # noqa: BLE001  whatever it is, it is raised below
+        except Exception as error:  # noqa: BLE001  raised below
             errors.append(error)
     gc.collect()
     if errors:
@@ -120,11 +120,11 @@ def shut_down() -> None:
 
 
 def metrics(stats: Mapping[str, Any]) -> dict[str, float]:
-    """An executor's stats as plain numbers under dotted names, and memory of process and devices in bytes."""
+    """Flattens an executor's stats to numbers by dotted name; adds the memory of process and devices in bytes."""
     numbers = dict(_flatten("", stats))
     numbers["memory.resident_bytes"] = float(_resident_bytes())
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # Of all devices: the thread that asks need not have the model's as its current one.
+        # All devices, since the calling thread's current device may not be the model's.
         devices = range(torch.cuda.device_count())
         numbers["memory.device_allocated_bytes"] = float(sum(torch.cuda.memory_allocated(i) for i in devices))
         numbers["memory.device_reserved_bytes"] = float(sum(torch.cuda.memory_reserved(i) for i in devices))
@@ -168,7 +168,7 @@ def _stream_handlers(
 
 
 def _reaches(logger: logging.Logger | None, handler: logging.Handler) -> bool:
-    """Whether the logger's records come to the handler."""
+    """Whether the handler gets the logger's records."""
     while logger is not None:
         if handler in logger.handlers:
             return True

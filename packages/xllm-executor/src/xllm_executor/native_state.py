@@ -1,7 +1,7 @@
-"""What a host needs of a checkpoint to run the model in code of its own, and to compare checkpoints between ranks.
+"""Loads a checkpoint for a native C++ model, and computes digests that compare checkpoints between ranks.
 
-Owns no loading: cutting for ranks, tying, padding, dequantising and every refusal are `xllm_models`' own, so that a
-native model and the Python one start from equal bytes.
+`xllm_models` does the loading itself: sharding, tying, padding, dequantisation and errors. So a native model and the
+Python model start from the same bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def load_state(
     max_model_len: int | None = None,
     progress: bool,
 ) -> dict[str, Any]:
-    """Load a checkpoint as `load_model` does and take the model apart.
+    """Loads a checkpoint as `load_model` does, and returns the parts of the model.
 
     Returns:
         args: `ModelConfig.to_model_args()`.
         tensors: parameters and buffers of this rank by name, tied ones under every name, in the model's own memory.
-        layers: one dict a layer, the fields of its `AttentionSpec`.
+        layers: one dict per layer, the fields of its `AttentionSpec`.
         dtype, device: of the weights.
     """
     model = load_model(
@@ -59,10 +59,10 @@ def load_state(
 
 
 def checkpoint_digests(path: str) -> dict[str, str]:
-    """Tensor name to a digest of its shape, dtype and first, middle and last row, for every tensor of a checkpoint.
+    """Per tensor of a checkpoint, a digest of its shape, dtype and first, middle and last row.
 
-    Tells checkpoints of different models, sizes or trainings apart in milliseconds, whatever their size. It is no
-    checksum: a byte that differs in another row goes unnoticed.
+    It distinguishes checkpoints of different models, sizes or trainings in milliseconds, whatever their size. It is no
+    checksum: it misses a difference in any other row.
     """
     return {
         name: _digest(state_dict, name)

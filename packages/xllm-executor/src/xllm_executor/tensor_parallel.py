@@ -1,8 +1,7 @@
-"""The process group of the ranks that share one model.
+"""Joins and leaves the process group of one model's tensor-parallel ranks.
 
-Owns its start over a store that the host serves, its name for models (`tp`) and its end. How the ranks find each other,
-and what they agree on, belongs to the host; sharding and collectives to `xllm_models`; the choice of what carries an
-all-reduce to `.transports`.
+The host serves the store where ranks meet. Models find the group by the name `tp`. Sharding and collectives are in
+`xllm_models`, the choice of the all-reduce transport in `.transports`.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ def join(
     timeout: float,
     symmetric_memory: bool = True,
 ) -> str:
-    """Meet the other ranks; returns the name of the group in c10d's registry, where C++ finds it too.
+    """Joins the other ranks. Returns the group's name in c10d's registry, by which C++ finds it too.
 
     Args:
-        rank, size: this process's place.
-        host, port: a c10d TCPStore that some process serves, torchrun's agent for example.
-        prefix: keeps this group's keys apart from others in that store.
+        rank, size: of this process in the group.
+        host, port: of a c10d TCPStore that another process serves, such as torchrun's agent.
+        prefix: of this group's keys in that store.
         backend: "gloo", "nccl", ...; empty takes nccl for CUDA devices and gloo for others.
         device: of this rank's tensors.
-        timeout: seconds that a rank waits for the others, here and in each collective.
-        symmetric_memory: take it for all-reduces where the devices of all ranks have it; what was taken, and why, is in
-            `xllm_models.ops.group_stats`.
+        timeout: longest wait for other ranks in seconds, here and in each collective.
+        symmetric_memory: whether all-reduces may use it where all devices have it. `xllm_models.ops.group_stats` gives
+            the transport and the reason for it.
 
     Raises:
-        ValueError: a place outside of the group.
-        RuntimeError: the others did not come in time, or a group exists. No group is left of a join that failed.
+        ValueError: a rank outside of the group.
+        RuntimeError: a rank did not join in time, or this process is in a group. A failed join leaves no group.
     """
     global _joined
     TensorParallel(rank=rank, size=size)
@@ -55,14 +54,14 @@ def join(
         raise RuntimeError("this process is in a process group already; leave it before joining another")
     limit = timedelta(seconds=timeout)
     store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
-    place = torch.device(device)
-    if place.type == "cuda":
+    rank_device = torch.device(device)
+    if rank_device.type == "cuda":
         if ":" not in device:
-            place = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(place)  # where the group's kernels run, and those of symmetric memory
+            rank_device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(rank_device)  # kernels of the group and of symmetric memory use the current device
     own = distributed.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     distributed.init_process_group(
-        backend or ("nccl" if place.type == "cuda" else "gloo"),
+        backend or ("nccl" if rank_device.type == "cuda" else "gloo"),
         store=own,
         rank=rank,
         world_size=size,
@@ -71,7 +70,7 @@ def join(
     world = distributed.group.WORLD
     assert world is not None
     try:
-        transport, description = choose_transport(world, own, place, allowed=symmetric_memory)
+        transport, description = choose_transport(world, own, rank_device, allowed=symmetric_memory)
         register_group(_NAME, world, transport, description=description)
     except BaseException:
         distributed.destroy_process_group()
@@ -82,7 +81,7 @@ def join(
 
 
 def leave() -> None:
-    """End the group that `join` made, if any. Graphs that hold its collectives must be gone."""
+    """Destroys the group that `join` made, if any. Release the graphs that captured its collectives first."""
     global _joined
     if _joined:
         _joined = False

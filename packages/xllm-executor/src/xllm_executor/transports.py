@@ -1,6 +1,6 @@
-"""Which transport the ranks of a group use, decided once, at their start, and alike on all of them.
+"""Chooses the collectives' transport of a process group: once when it starts, and the same on every rank.
 
-Owns the infos that each rank tells of itself, the decision, and its wording. The transports are `xllm_models.ops`'s.
+Ranks exchange a `RankInfo` each, and decide from all of them. The transports are in `xllm_models.ops`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import distributed
 
 from xllm_models.ops import GroupTransport, SymmetricTransport, Transport, TransportRule, missing_requirements
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart whose names are equal
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # distinguishes hosts of the same name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What a rank tells the others about its device.
+    """A rank's host and device, as exchanged between ranks.
 
     Attributes:
         host: the system that the rank runs on.
-        device: names the physical device within it.
-        refusal: why this rank cannot use symmetric memory; empty when nothing is against it.
+        device: identifies the physical device within the host.
+        refusal: why this rank cannot use symmetric memory; empty if it can.
     """
 
     host: str
@@ -36,7 +36,7 @@ class RankInfo:
 
 
 def local_rank_info(device: torch.device, *, allowed: bool) -> RankInfo:
-    """This rank's infos; `allowed` is False where the host wants no symmetric memory."""
+    """This rank's info; `allowed` is False where the host switches symmetric memory off."""
     on_cuda = device.type == "cuda"
     refusal = ""
     if not allowed:
@@ -54,17 +54,17 @@ def local_rank_info(device: torch.device, *, allowed: bool) -> RankInfo:
 
 
 def why_not_symmetric(infos: Sequence[RankInfo]) -> str:
-    """Why ranks with these infos cannot share memory; empty when they may try. The same on all ranks."""
+    """Why these ranks cannot use symmetric memory; empty if they can try. Every rank gets the same result."""
     if len(infos) < 2:
         return "there is one rank"
-    for rank, told in enumerate(infos):
-        if told.refusal:
-            return f"rank {rank}: {told.refusal}"
-        if told.host != infos[0].host:
+    for rank, info in enumerate(infos):
+        if info.refusal:
+            return f"rank {rank}: {info.refusal}"
+        if info.host != infos[0].host:
             return f"rank {rank} is on another host than rank 0"
-    places = [told.device for told in infos]
-    for rank, place in enumerate(places):
-        if (first := places.index(place)) != rank:
+    devices = [info.device for info in infos]
+    for rank, device in enumerate(devices):
+        if (first := devices.index(device)) != rank:
             return f"ranks {first} and {rank} share one device"
     return ""
 
@@ -72,21 +72,21 @@ def why_not_symmetric(infos: Sequence[RankInfo]) -> str:
 def choose_transport(
     group: distributed.ProcessGroup, store: Any, device: torch.device, *, allowed: bool = True
 ) -> tuple[Transport, str]:
-    """The transport of the group and a line that says which it is and why. Called by all its ranks at once.
+    """Chooses the group's transport. Returns it and a line that names it and the reason. All ranks call it together.
 
     Args:
         group: the ranks.
-        store: a c10d store that they share, with keys of its own; its timeout bounds the wait.
+        store: a c10d store of the group's ranks, with a prefix of its own; its timeout bounds the wait.
         device: of this rank.
-        allowed: False for the group's own backend whatever the devices can do.
+        allowed: False takes the group's own backend, whatever the devices can do.
 
     Raises:
-        RuntimeError: a rank did not tell its infos in time.
+        RuntimeError: a rank did not send its info in time.
     """
     rank, size = group.rank(), group.size()
     own = GroupTransport(group)
-    told = _exchange(store, "infos", rank, size, asdict(local_rank_info(device, allowed=allowed)))
-    refusal = why_not_symmetric([RankInfo(**infos) for infos in told])
+    infos = _exchange(store, "rank_info", rank, size, asdict(local_rank_info(device, allowed=allowed)))
+    refusal = why_not_symmetric([RankInfo(**info) for info in infos])
     if refusal:
         return own, f"{own.name}, for {refusal}"
     rule = TransportRule.measured(size)
@@ -94,7 +94,7 @@ def choose_transport(
     problem = ""
     try:
         made = SymmetricTransport(group, device, rule)
-    except RuntimeError as error:  # without peer access, above all
+    except RuntimeError as error:  # most often: no peer access
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     for other, trouble in enumerate(_exchange(store, "made", rank, size, problem)):
         if trouble:
@@ -106,6 +106,6 @@ def choose_transport(
 
 
 def _exchange(store: Any, stage: str, rank: int, size: int, value: object) -> list[Any]:
-    """Every rank's value, by rank."""
+    """Exchanges one value per rank through the store. Returns all of them, by rank."""
     store.set(f"transport/{stage}/{rank}", json.dumps(value))
     return [json.loads(store.get(f"transport/{stage}/{other}")) for other in range(size)]

@@ -71,11 +71,11 @@ void PyCausalLM::load_weights(const std::vector<const StateDict*>& state_dicts) 
   });
 }
 
-at::Tensor PyCausalLM::logits(const at::Tensor& hidden, const std::optional<at::Tensor>& selected) const {
+at::Tensor PyCausalLM::logits(const at::Tensor& hidden, const std::optional<at::Tensor>& logits_indices) const {
   const c10::DeviceGuard guard(impl_->device);
   return with_gil([&] {
     const c10::NoGradGuard no_grad;
-    const py::object indices = selected.has_value() ? py::cast(*selected) : py::object(py::none());
+    const py::object indices = logits_indices.has_value() ? py::cast(*logits_indices) : py::object(py::none());
     return impl_->model.get().attr("compute_logits")(hidden, indices).cast<at::Tensor>();
   });
 }

@@ -1,4 +1,4 @@
-// Internal: what a PyCausalLM holds.
+// Internal: the state of a PyCausalLM.
 #pragma once
 
 #include "python_object.h"
@@ -7,7 +7,7 @@
 namespace xllm::executor {
 
 struct PyCausalLM::Impl {
-  // Reads what C++ wants to know of a model. With the GIL held.
+  // Reads the model's configuration, dtype, device and cache shapes. Needs the GIL.
   static std::unique_ptr<Impl> make(pybind11::object model, const ParallelArgs& parallel);
 
   PythonObject model;

@@ -1,4 +1,4 @@
-// Internal: runs a program and collects what it prints.
+// Internal: runs a program and collects its stdout.
 #pragma once
 
 #include <string>

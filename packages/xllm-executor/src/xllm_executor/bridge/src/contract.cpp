@@ -15,7 +15,7 @@ namespace {
 template <class T>
 struct Describe {
   static constexpr bool optional = false;
-  static constexpr const char* kind() {
+  static constexpr const char* type_name() {
     if constexpr (std::is_same_v<T, at::Tensor>) {
       return "tensor";
     } else if constexpr (std::is_same_v<T, bool>) {
@@ -39,7 +39,7 @@ std::pair<int, int> contract_version() { return {kContractVersionMajor, kContrac
 std::vector<std::tuple<std::string, std::string, bool>> describe_contract() {
   std::vector<std::tuple<std::string, std::string, bool>> fields;
   for_each_property_of<AttentionMetadata>([&]<class Member>(Property<Member AttentionMetadata::*> property) {
-    fields.emplace_back(std::string(property.name), Describe<Member>::kind(), Describe<Member>::optional);
+    fields.emplace_back(std::string(property.name), Describe<Member>::type_name(), Describe<Member>::optional);
   });
   return fields;
 }

@@ -1,4 +1,4 @@
-// Internal: what this side tells Python of the step contract it was compiled against.
+// Internal: describes the step contract that this program was compiled against.
 #pragma once
 
 #include <string>
@@ -11,10 +11,10 @@ namespace xllm::executor {
 // (major, minor).
 [[nodiscard]] std::pair<int, int> contract_version();
 
-// (name, kind, optional) of every property of AttentionMetadata; kinds as `xllm_metadata.check_contract` knows them.
+// (name, type, optional) of every property of AttentionMetadata; types as `xllm_metadata.check_contract` expects them.
 [[nodiscard]] std::vector<std::tuple<std::string, std::string, bool>> describe_contract();
 
-// A function of the libtorch that this program is linked with.
+// The address of a function in the libtorch that this program is linked with.
 [[nodiscard]] void* linked_torch_symbol();
 
 }  // namespace xllm::executor

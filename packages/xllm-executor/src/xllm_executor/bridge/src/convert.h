@@ -1,4 +1,4 @@
-// Internal: values between C++ and Python by property reflection.
+// Internal: converts values between C++ and Python; structs by property reflection.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -27,7 +27,8 @@ struct IsVector<std::vector<T>> : std::true_type {};
 
 }  // namespace detail
 
-// Scalars and strings as they are, an optional as None or its value, a vector as a list, a reflected struct as a dict.
+// An optional becomes None or its value, a vector a list, a reflected struct a dict; scalars and strings stay as they
+// are.
 template <class T>
 [[nodiscard]] pybind11::object to_python(const T& value) {
   if constexpr (detail::IsOptional<T>::value) {
@@ -49,7 +50,7 @@ template <class T>
   }
 }
 
-// Reads a Python value; `path` names it in errors. Throws std::invalid_argument.
+// Converts a Python value into `target`; errors name it by `path`. Throws std::invalid_argument.
 template <class T>
 void from_python(pybind11::handle source, const std::string& path, T& target);
 

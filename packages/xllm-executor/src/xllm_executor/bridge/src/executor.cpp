@@ -43,15 +43,15 @@ py::dict config_dict(const Config& config) {
 struct PyExecutor::Impl {
   explicit Impl(c10::Device on) : device(on) {}
 
-  // The model's. Kernels go to the thread's current device, which a host need not have set on each of its threads.
+  // The model's device. Kernels launch on the thread's current device, which a host need not set on every thread.
   c10::Device device;
   PythonObject executor;
   PythonObject execute;  // the bound method, looked up once
-  // Guarded by the GIL, since health is asked for beside steps.
+  // Guarded by the GIL, since other threads read metrics during a step.
   int64_t num_executes = 0;
   std::chrono::steady_clock::duration execute_time{};
 
-  // Both throw after shutdown.
+  // These throw after shutdown.
   [[nodiscard]] const py::object& live() const { return checked(executor); }
   [[nodiscard]] const py::object& live_execute() const { return checked(execute); }
 

@@ -1,5 +1,5 @@
-// The view is a plain CPython type instead of a pybind11 class: reading an attribute is one getter call, which is what
-// an executor does a dozen times a step.
+// The view is a plain CPython type and no pybind11 class: an attribute read is one getter call, and an executor reads a
+// dozen attributes per step.
 #include "metadata_view.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -97,7 +97,7 @@ void dealloc(PyObject* self) {
 }
 
 PyTypeObject* make_type() {
-  // Both live as long as the type, which lives as long as the process.
+  // Never freed: the type refers to both and lasts until process exit.
   static const auto* accessors = new std::vector<std::unique_ptr<Accessor>>(make_accessors());
   static auto* getset = new std::vector<PyGetSetDef>();
   for (const auto& accessor : *accessors) {
@@ -121,7 +121,7 @@ PyTypeObject* make_type() {
 }  // namespace
 
 MetadataView::MetadataView(const AttentionMetadata& metadata) {
-  static PyTypeObject* type = make_type();  // the GIL guards it
+  static PyTypeObject* type = make_type();  // initialised under the GIL
   auto* view = PyObject_New(ViewObject, type);
   if (view == nullptr) {
     throw py::error_already_set();

@@ -1,4 +1,4 @@
-// Internal: the Python object through which a step's metadata is read. No copy, no tensor made.
+// Internal: the Python view of a step's metadata. It copies nothing.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,9 +7,9 @@
 
 namespace xllm::executor {
 
-// A view of a step's metadata for the time of one call. Attributes are the properties of AttentionMetadata and
-// q_cu_seq_lens, the other name of qo_indptr. When the guard ends, a view that Python kept raises RuntimeError.
-// Construct and destroy with the GIL held.
+// A Python view of a step's metadata during one call. Its attributes are the properties of AttentionMetadata and
+// q_cu_seq_lens, an alias of qo_indptr. After this object is destroyed, a view that Python kept raises RuntimeError.
+// Construct and destroy it with the GIL held.
 class MetadataView {
  public:
   explicit MetadataView(const AttentionMetadata& metadata);

@@ -10,19 +10,21 @@ namespace py = pybind11;
 
 namespace {
 
-// One unmatched acquisition per thread, so that no later release is the last one and destroys the state.
+// One PyGILState_Ensure per thread without its release. Later releases are then never the last one, which would destroy
+// the thread state.
 class KeptThreadState {
  public:
   KeptThreadState() {
-    // A state that the thread has already is somebody else's, who ends it before this destructor runs: Python's own
-    // threads do.
+    // A thread that has a state already, such as Python's own threads, keeps that one. Its owner destroys it before
+    // this destructor runs.
     if (PyGILState_GetThisThreadState() == nullptr) {
       gil_ = PyGILState_Ensure();
       state_ = PyEval_SaveThread();
     }
   }
   ~KeptThreadState() {
-    // The main thread ends with the process, perhaps while another one is in a step: it must not wait for the GIL then.
+    // The main thread ends at process exit, possibly while another thread is in a step. It must not wait for the GIL
+    // then.
     if (state_ == nullptr || gettid() == getpid()) {
       return;
     }
@@ -56,12 +58,12 @@ PythonError to_python_error(const py::error_already_set& error) {
   std::string traceback;
   try {
     message = py::str(error.value());
-    const py::object trace = error.trace() ? error.trace() : py::object(py::none());  // none when raised by C code
+    const py::object trace = error.trace() ? error.trace() : py::object(py::none());  // absent when C code raised it
     const py::object lines =
         py::module_::import("traceback").attr("format_exception")(error.type(), error.value(), trace);
     traceback = py::str(py::str("").attr("join")(lines));
   } catch (const py::error_already_set& second) {  // an exception whose own __str__ fails
-    message += std::string("(its message cannot be had: ") + second.what() + ")";
+    message += std::string("(its message failed: ") + second.what() + ")";
   }
   return {std::move(type), std::move(message), std::move(traceback)};
 }

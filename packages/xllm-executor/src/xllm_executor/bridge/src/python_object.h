@@ -1,21 +1,21 @@
-// Internal: a Python reference that any thread may drop, and the translation of Python exceptions.
+// Internal: a Python reference that any thread may release, and the translation of Python exceptions.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <utility>
 
-#include "life.h"
+#include "interpreter_state.h"
 #include "xllm/executor/python_error.h"
 #include "xllm/executor/python_runtime.h"
 
 namespace xllm::executor {
 
-// An owned reference whose destructor takes the GIL itself, and leaks the object when the process is past Python.
+// An owned reference. Its destructor takes the GIL, and leaks the object when Python may no longer be called.
 class PythonObject {
  public:
   PythonObject() = default;
-  explicit PythonObject(pybind11::object object) noexcept : object_(std::move(object)) {}  // with the GIL held
+  explicit PythonObject(pybind11::object object) noexcept : object_(std::move(object)) {}  // needs the GIL
   PythonObject(PythonObject&& other) noexcept : object_(std::exchange(other.object_, pybind11::object())) {}
   PythonObject& operator=(PythonObject&& other) noexcept {
     if (this != &other) {
@@ -45,14 +45,14 @@ class PythonObject {
   pybind11::object object_;
 };
 
-// The exception as text. With the GIL held.
+// The exception as text. Needs the GIL.
 [[nodiscard]] PythonError to_python_error(const pybind11::error_already_set& error);
 
-// Makes Python keep this thread's state between calls: without it, each call from a thread that Python did not create
-// would make a state and destroy it again. Whether the thread holds the GIL is the same afterwards.
+// Keeps this thread's Python state between calls. Without it, each call from a thread that Python did not create would
+// allocate a state and destroy it. Does not change whether the thread holds the GIL.
 void keep_thread_state();
 
-// Runs the callable with the GIL held; a Python exception becomes a PythonError.
+// Runs the callable with the GIL held, and turns a Python exception into a PythonError.
 template <class Callable>
 auto with_gil(Callable&& callable) {
   const ActiveCall call;

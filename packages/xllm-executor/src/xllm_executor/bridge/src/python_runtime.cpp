@@ -18,7 +18,7 @@
 
 #include "child_process.h"
 #include "contract.h"
-#include "life.h"
+#include "interpreter_state.h"
 #include "python_object.h"
 
 namespace xllm::executor {
@@ -36,10 +36,10 @@ std::runtime_error cannot_start(const std::string& why) {
 
 struct Interpreter {
   std::string version;      // "3.11"
-  std::string base_prefix;  // where its standard library is
+  std::string base_prefix;  // directory of its installation
 };
 
-// Asks the executable itself, since its environment may be of another version than the libpython linked here.
+// Runs the executable, since its version may differ from that of the linked libpython.
 Interpreter inspect(const std::string& executable) {
   const std::string code =
       "import sys; print('%d.%d' % sys.version_info[:2]); print(sys.base_prefix)";
@@ -75,7 +75,7 @@ void check_interpreter(const std::string& executable) {
   }
 }
 
-// Extension modules leave libpython's symbols undefined; when the host itself was dlopened they are not global yet.
+// Extension modules expect libpython's symbols to be global. They are not when the host itself was dlopened.
 void make_libpython_global() {
   Dl_info info{};
   if (dladdr(reinterpret_cast<const void*>(&Py_InitializeFromConfig), &info) != 0 && info.dli_fname != nullptr) {
@@ -83,8 +83,8 @@ void make_libpython_global() {
   }
 }
 
-// Without the GIL as long as it lives, where the caller holds it: a lock that another thread has must not be waited for
-// with it, since that thread needs the GIL too.
+// Releases the GIL in its scope if the caller holds it. A thread must not wait for a lock with the GIL held: the owner
+// of the lock may need the GIL.
 class ReleasedGil {
  public:
   ReleasedGil() : state_(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
@@ -100,8 +100,8 @@ class ReleasedGil {
   PyThreadState* state_;
 };
 
-// Puts back what the process did on each signal when the object was made. Importing Python's signal module takes SIGINT
-// over, whatever the configuration says; signals are the host's.
+// Restores the signal handlers at the end of its scope. Importing Python's signal module replaces the SIGINT handler,
+// whatever the configuration says, and signals belong to the host.
 class KeepSignals {
  public:
   KeepSignals() {
@@ -140,7 +140,7 @@ void initialize(const std::string& executable) {
   }
 }
 
-// Two different libtorch in one process corrupt each other silently.
+// Refuses a torch other than the linked one: two libtorch in one process corrupt each other silently.
 void check_torch() {
   const py::module_ torch = py::module_::import("torch");
   const std::string found = py::str(torch.attr("__version__"));
@@ -160,7 +160,7 @@ void check_torch() {
   }
 }
 
-// The interpreter to join was started by somebody else: what the host asked for must be what is there.
+// Checks that a running interpreter is the one that the host asked for. Returns its executable.
 std::string check_joined(const std::string& wanted) {
   const std::string running = std::to_string(PY_MAJOR_VERSION) + "." + std::to_string(PY_MINOR_VERSION);
   if (std::string_view(Py_GetVersion()).substr(0, running.size() + 1) != running + ".") {
@@ -186,7 +186,7 @@ void install_log_sink(const LogSink& sink) {
 }
 
 void import_packages(const PythonOptions& options) {
-  py::module_::import("signal");  // now, while its hold on SIGINT is undone at the end
+  py::module_::import("signal");  // now: KeepSignals undoes its SIGINT handler
   auto path = py::module_::import("sys").attr("path").cast<py::list>();
   for (std::size_t i = 0; i < options.module_paths.size(); ++i) {
     path.insert(i, options.module_paths[i]);
@@ -196,15 +196,15 @@ void import_packages(const PythonOptions& options) {
   install_log_sink(options.log_sink);
 }
 
-// An interpreter that was joined may be finalised before the process exits, and a thread that is in it then, or comes back
-// to it, is ended in the middle of C++ frames, which aborts the process.
-void end_life_before_finalization() {
+// Waits for running calls before a joined interpreter is finalised. Finalisation ends a thread that is in Python, or
+// that takes the GIL later, in the middle of C++ frames, and that aborts the process.
+void stop_before_finalization() {
   const auto wait = [] {
     const py::gil_scoped_release released;
-    if (!begin_exit()) {
-      std::fputs("a call into Python is still running while the interpreter ends: leaving the process\n", stderr);
+    if (!stop_for_exit()) {
+      std::fputs("a call into Python is still running while the interpreter ends: ending the process\n", stderr);
       std::fflush(nullptr);
-      _exit(EXIT_FAILURE);  // the interpreter does not say which code it ends with
+      _exit(EXIT_FAILURE);  // the process's own exit code is not known here
     }
   };
   py::module_::import("atexit").attr("register")(py::cpp_function(wait));
@@ -236,31 +236,31 @@ PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
       executable = check_joined(options.executable);
     }
     import_packages(options);
-    end_life_before_finalization();
+    stop_before_finalization();
     version = py::str(py::module_::import("platform").attr("python_version")());
   } catch (const py::error_already_set& error) {
     const PythonError translated = to_python_error(error);
     throw PythonError(translated.type(), "while starting Python with " + executable + ": " + translated.message(),
                       translated.traceback());
   }
-  // Lives as long as the process: destroying it would have to finalize an interpreter that other threads may be in.
+  // Never freed: its destruction would finalise an interpreter that other threads may be in.
   auto* runtime = new PythonRuntime();  // NOLINT(cppcoreguidelines-owning-memory)
   runtime->executable_ = executable;
   runtime->version_ = version;
   g_runtime.store(runtime);
-  begin_life();
+  start_interpreter_state();
   return *runtime;
 }
 
 PythonRuntime& PythonRuntime::get() {
-  require_life();
+  require_alive();
   return *g_runtime.load();
 }
 
 void PythonRuntime::shutdown() {
-  const ReleasedGil released;  // the calls to wait for need it too
+  const ReleasedGil released;  // the calls that it waits for need the GIL
   const std::lock_guard lock(g_start_mutex);
-  if (!end_life()) {
+  if (!stop_interpreter_state()) {
     return;
   }
   keep_thread_state();

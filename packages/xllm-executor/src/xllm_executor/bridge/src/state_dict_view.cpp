@@ -31,7 +31,7 @@ class Access {
 };
 
 py::object make_object(const StateDict& state_dict) {
-  // Registered once; the class lives as long as the process.
+  // Registered once, never freed.
   static const py::object* const kClass = [] {
     const py::object scope = py::module_::import("types").attr("ModuleType")("xllm_executor_bridge");
     auto access = py::class_<Access>(scope, "StateDict", py::module_local());

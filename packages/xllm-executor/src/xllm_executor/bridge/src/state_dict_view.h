@@ -1,4 +1,4 @@
-// Internal: the Python object through which a model reads a host's weights.
+// Internal: the Python view of a host's StateDict.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,8 +7,8 @@
 
 namespace xllm::executor {
 
-// A view of a state dict for the time of one call, with has, get_tensor and keys. When it ends, an object that Python kept
-// raises RuntimeError. Construct and destroy with the GIL held.
+// A Python view of a state dict during one call, with has, get_tensor and keys. After this object is destroyed, a view
+// that Python kept raises RuntimeError. Construct and destroy it with the GIL held.
 class StateDictView {
  public:
   explicit StateDictView(const StateDict& state_dict);

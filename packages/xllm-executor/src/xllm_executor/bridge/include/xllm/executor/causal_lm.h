@@ -1,4 +1,4 @@
-// A Python model held by C++. Owns a reference to the model; destruction is safe on any thread.
+// `PyCausalLM`: a handle of a Python model. It may be destroyed on any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,42 +16,41 @@
 
 namespace xllm::executor {
 
-// What one layer needs of a paged KV cache: tensors k and v of [num_pages, page_size, num_kv_heads, head_dim].
+// Shape of one layer's paged KV cache: tensors k and v of [num_pages, page_size, num_kv_heads, head_dim].
 struct CacheShape {
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
 };
 
 struct LoadOptions {
-  std::string model_path = {};  // a checkpoint folder: config.json and *.safetensors
+  std::string model_path = {};  // checkpoint directory: config.json and *.safetensors
   std::string device = "cpu";   // "cpu", "cuda", "cuda:1", ...
-  std::string dtype = {};       // "float32", "bfloat16", "float16"; empty: what the config says
-  int64_t max_model_len = 0;    // the longest context that will be served, where the model's rope depends on it; 0: unknown
+  std::string dtype = {};       // "float32", "bfloat16", "float16"; empty: the config's
+  int64_t max_model_len = 0;    // longest context to serve: rope tables and longrope's factors depend on it; 0: unknown
   bool progress = false;        // show a progress bar on stderr
 };
 
 class PyCausalLM {
  public:
-  // Builds the model that args.model_type names (or args.architectures, when present) with weights not yet set:
-  // `get_model_class(...)(args as a dict, ...)`, then eval. args.dtype is the dtype of its weights.
-  // Throws PythonError for whatever Python refuses.
+  // Builds the model that args.architectures names, or args.model_type where that is absent. Weights are not set yet.
+  // args.dtype is the dtype of the weights. Throws PythonError for every Python exception.
   static PyCausalLM create(const ModelArgs& args, const ParallelArgs& parallel, const std::string& device);
 
-  // Builds the model of a checkpoint folder and loads its weights. Throws PythonError for whatever Python refuses.
+  // Builds the model of a checkpoint directory and loads its weights. Throws PythonError for every Python exception.
   static PyCausalLM load(const LoadOptions& options, const ParallelArgs& parallel = {});
 
-  // Sets every parameter from the views, each tensor used once; see `xllm_models` for what is refused and how. Loading
-  // again copies in place, so that graphs stay valid. The views are not used after the call.
+  // Sets every parameter from the views and uses each tensor once; `xllm_models` documents the errors. Loading again
+  // copies in place, so captured graphs stay valid. The views are not used after the call.
   void load_weights(const std::vector<const StateDict*>& state_dicts);
 
-  // Logits [n, vocab] of the rows `selected` [n] of hidden states [T, hidden]; of all rows without `selected`. For a host
-  // whose execute returns hidden states.
-  [[nodiscard]] at::Tensor logits(const at::Tensor& hidden, const std::optional<at::Tensor>& selected) const;
+  // Logits [n, vocab] of the rows `logits_indices` [n] of hidden states [T, hidden]; of all rows when it is absent. For
+  // a host whose execute returns hidden states.
+  [[nodiscard]] at::Tensor logits(const at::Tensor& hidden, const std::optional<at::Tensor>& logits_indices) const;
 
   [[nodiscard]] const ModelArgs& args() const noexcept;
   [[nodiscard]] at::ScalarType dtype() const noexcept;
   [[nodiscard]] c10::Device device() const noexcept;
-  // One entry a layer, this rank's share.
+  // One entry per layer: this rank's share.
   [[nodiscard]] const std::vector<CacheShape>& cache_shapes() const noexcept;
 
   PyCausalLM(PyCausalLM&&) noexcept;

@@ -1,4 +1,4 @@
-// A checkpoint loaded by Python for a model written in C++: the Python model's own tensors, without the model.
+// `NativeState`: the tensors of a checkpoint, loaded by Python for a model written in C++.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,11 +34,11 @@ struct NativeState {
   c10::Device device = c10::Device(c10::DeviceType::CPU);
 };
 
-// Loads as PyCausalLM::load does, with the same refusals. Throws PythonError.
+// Loads as PyCausalLM::load does, with the same errors. Throws PythonError.
 [[nodiscard]] NativeState load_native_state(const LoadOptions& options, const ParallelArgs& parallel = {});
 
-// Tensor name to a digest of its shape, dtype and some of its rows, for every tensor of a checkpoint folder: tells
-// checkpoints apart in milliseconds; no checksum. Throws PythonError.
+// Per tensor of a checkpoint directory, a digest of its shape, dtype and some of its rows. It distinguishes checkpoints
+// in milliseconds and is no checksum. Throws PythonError.
 [[nodiscard]] std::map<std::string, std::string> checkpoint_digests(const std::string& model_path);
 
 }  // namespace xllm::executor

@@ -1,4 +1,4 @@
-// Errors that cross from Python to C++. Owns no interpreter state: everything is text.
+// `PythonError`: a Python exception as text. It holds no Python object, so it may outlive the interpreter.
 #pragma once
 
 #include <stdexcept>
@@ -6,7 +6,7 @@
 
 namespace xllm::executor {
 
-// A Python exception. what() is "type: message"; the traceback is kept apart, for a log.
+// A Python exception. what() is "type: message"; traceback() is separate, for a log.
 class PythonError : public std::runtime_error {
  public:
   PythonError(std::string type, std::string message, std::string traceback)
@@ -15,7 +15,7 @@ class PythonError : public std::runtime_error {
         message_(std::move(message)),
         traceback_(std::move(traceback)) {}
 
-  // The exception's class, "ValueError" say; other than builtins with their module.
+  // The exception's class, such as "ValueError"; with its module unless it is a builtin.
   [[nodiscard]] const std::string& type() const noexcept { return type_; }
   [[nodiscard]] const std::string& message() const noexcept { return message_; }
   // As Python prints it, the message included; empty when there is none.

@@ -1,4 +1,5 @@
-// The process group of the ranks that share one model, as Python's collectives and C++ code (c10d) use it.
+// `TensorParallelGroup`: the process group of one model's tensor-parallel ranks, for Python's collectives and C++
+// (c10d).
 #pragma once
 
 #include <string>
@@ -10,21 +11,23 @@ namespace xllm::executor {
 struct GroupOptions {
   std::string backend = {};  // "gloo", "nccl"; empty: nccl for CUDA devices, gloo for others
   std::string device = "cpu";
-  std::string store_prefix = "xllm_tp";  // of the group's keys in the store
-  double timeout_seconds = 300;  // that a rank waits for the others, at the start and in each collective
+  std::string store_prefix = "xllm_tp";  // prefix of the group's keys in the store
+  double timeout_seconds = 300;  // longest wait for other ranks, when joining and in each collective
 };
 
-// After PythonRuntime::start, before the model executes. Destruction does nothing: call leave once graphs are gone.
+// Join after PythonRuntime::start and before the model executes. The destructor does nothing: call leave after the
+// graphs are released.
 class TensorParallelGroup {
  public:
-  // Meets the other ranks at the c10d TCPStore that some process serves at parallel.host():port().
-  // Throws PythonError when they do not come in time.
+  // Joins the other ranks through the c10d TCPStore at parallel.host():port(), which the host serves. Throws
+  // PythonError when a rank does not join within the timeout.
   static TensorParallelGroup join(const ParallelArgs& parallel, const GroupOptions& options);
 
   // The group's name in c10d's registry (c10d::resolve_process_group).
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
 
-  // What the Python model's collectives moved, {"all_reduce": [calls, bytes], ...}; bytes of this rank's inputs.
+  // Traffic of the Python model's collectives, {"all_reduce": [calls, bytes], ...}; bytes are those of this rank's
+  // inputs.
   [[nodiscard]] std::string traffic_json() const;
 
   void leave();

@@ -1,9 +1,10 @@
-// A host whose life is the test: start, steps, threads, errors, and every way of ending. One scenario a run.
+// A test host for the interpreter's lifecycle: start, steps, threads, errors, and every way to end. Each run is one
+// scenario.
 //
-//   life_host MODEL_DIR EXECUTABLE SCENARIO [ARGUMENT]
+//   lifecycle_host MODEL_DIR EXECUTABLE SCENARIO [ARGUMENT]
 //
-// The same code is an ordinary program (life_main.cpp) and a plugin that another program opens (life_loader.cpp). What
-// several threads do is in life_threads.cpp.
+// The same code is built as a program (lifecycle_main.cpp) and as a plugin that another program opens
+// (lifecycle_loader.cpp). Scenarios with several threads are in lifecycle_threads.cpp.
 #include <ATen/ATen.h>
 #include <pybind11/embed.h>
 #include <torch/csrc/utils/pybind.h>
@@ -19,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "life_threads.h"
+#include "lifecycle_threads.h"
 #include "small_host.h"
 #include "xllm/executor/executor.h"
 #include "xllm/executor/python_runtime.h"

@@ -1,4 +1,4 @@
-#include "life.h"
+#include "interpreter_state.h"
 
 #include <unistd.h>
 
@@ -25,7 +25,7 @@ std::atomic<int> g_active_calls{0};
 std::atomic<uint64_t> g_finished_calls{0};
 thread_local int t_active_calls = 0;
 
-[[noreturn]] void refuse(State state) {
+[[noreturn]] void throw_not_alive(State state) {
   switch (state) {
     case State::kNotStarted:
       throw std::runtime_error("Python is not started: call PythonRuntime::start first");
@@ -36,7 +36,7 @@ thread_local int t_active_calls = 0;
   }
 }
 
-// Waits until no other thread is in a call; false when that takes longer than `limit`.
+// Waits until no other thread is in a call. Returns false when that takes longer than `limit`.
 bool wait_for_other_calls(std::optional<std::chrono::seconds> limit) {
   const auto start = std::chrono::steady_clock::now();
   while (g_active_calls.load() > t_active_calls) {
@@ -48,21 +48,24 @@ bool wait_for_other_calls(std::optional<std::chrono::seconds> limit) {
   return true;
 }
 
-// Must run before the destructors of libtorch's globals: a thread that is in a step must not run into those.
+// Runs before the destructors of libtorch's globals, which a thread inside a step would otherwise use after
+// destruction.
 void on_process_exit(int status, void*) {
-  if (!begin_exit()) {
+  if (!stop_for_exit()) {
     std::fflush(nullptr);
     _exit(status);
   }
 }
 
-// What is registered last runs first at exit, and libtorch makes globals as steps first need them. So the handler is
-// registered again after 1, 2, 4, 8, ... calls, to stay ahead of them; it does the same however often it runs.
+// Exit handlers run in reverse order of registration, and libtorch creates globals lazily during steps. So the handler
+// is registered again after 1, 2, 4, 8, ... calls, to run before their destructors. Running it several times is
+// harmless.
 void register_exit_handler() { on_exit(on_process_exit, nullptr); }
 
-// The state, in which kRunning means that the call counts.
+// Returns the state. The call is counted exactly when the state is kRunning.
 State begin_call() noexcept {
-  // Counted before the state is read: whoever changes the state and then waits sees either the count or the refusal.
+  // Count first, then read the state. A thread that stops the interpreter and then waits sees this count, or this call
+  // sees the new state.
   g_active_calls.fetch_add(1);
   ++t_active_calls;
   const State state = g_state.load();
@@ -83,41 +86,41 @@ void end_call() noexcept {
 
 }  // namespace
 
-void begin_life() {
+void start_interpreter_state() {
   g_state.store(State::kRunning);
   register_exit_handler();
 }
 
-bool end_life() {
+bool stop_interpreter_state() {
   State state = State::kRunning;
   if (g_state.compare_exchange_strong(state, State::kShutDown)) {
     wait_for_other_calls(std::nullopt);
     return true;
   }
   if (state == State::kNotStarted) {
-    refuse(state);
+    throw_not_alive(state);
   }
-  return false;  // while the process exits too: static destructors shut down, and must not throw
+  return false;  // also during process exit: static destructors call shutdown and must not throw
 }
 
-bool begin_exit() {
+bool stop_for_exit() {
   g_state.store(State::kExiting);
   return wait_for_other_calls(kExitGrace);
 }
 
 bool is_alive() noexcept { return g_state.load() == State::kRunning; }
 
-void require_life() {
+void require_alive() {
   const State state = g_state.load();
   if (state != State::kRunning) {
-    refuse(state);
+    throw_not_alive(state);
   }
 }
 
 ActiveCall::ActiveCall() {
   const State state = begin_call();
   if (state != State::kRunning) {
-    refuse(state);
+    throw_not_alive(state);
   }
 }
 

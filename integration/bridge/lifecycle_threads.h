@@ -1,4 +1,4 @@
-// The life host's scenarios with threads of its own. Each returns the exit code.
+// Lifecycle scenarios with several threads. Each returns the exit code.
 #pragma once
 
 #include <functional>
@@ -16,20 +16,20 @@ int exit_in_mid_step(SmallHost& host, bool from_main);
 // got done.
 int threads(SmallHost& host, double seconds);
 
-// How much C++ work a thread gets done beside steps in Python, against the same beside a step that burns as much CPU
+// Measures C++ work of a thread during Python steps, relative to that during a call that uses as much CPU
 // time without Python. Prints the ratio.
 int gil_loss(SmallHost& host, double seconds);
 
 // Hosts made, used and destroyed on different threads, until the first thread shuts Python down in the middle of it:
-// calls that run are waited for, and every thread is refused its next one. Prints what each was told.
+// calls that run are waited for, and every thread is refused its next one. Prints each thread's error.
 int shutdown_beside_steps(const std::string& model_path);
 
 // Steps on another thread while this one, which holds the GIL as a host that runs Python itself may, shuts Python down.
-// Prints what the other thread was told.
+// Prints the other thread's error.
 int shutdown_with_the_gil(SmallHost& host);
 
 // Makes a call on this thread, which holds the GIL, and on another one without it, which comes first and needs the GIL to
-// get on. Prints what they were told.
+// get on. Prints their errors.
 int beside_another_thread(const std::function<void()>& call);
 
 // Steps on threads that Python makes and ends, one after the other, which call the host without the GIL.

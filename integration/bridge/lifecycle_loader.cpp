@@ -1,6 +1,6 @@
-// life_host as a plugin: opened at run time, its symbols kept local, as a framework does with its extensions.
+// Opens lifecycle_host as a plugin at run time, with local symbols, as a framework opens its extensions.
 //
-//   life_loader PLUGIN MODEL_DIR EXECUTABLE SCENARIO [ARGUMENT]
+//   lifecycle_loader PLUGIN MODEL_DIR EXECUTABLE SCENARIO [ARGUMENT]
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -8,7 +8,7 @@
 int main(int argc, char** argv) {
   void* plugin = argc > 1 ? dlopen(argv[1], RTLD_NOW | RTLD_LOCAL) : nullptr;
   if (plugin == nullptr) {
-    std::fprintf(stderr, "%s\n", argc > 1 ? dlerror() : "usage: life_loader PLUGIN ...");
+    std::fprintf(stderr, "%s\n", argc > 1 ? dlerror() : "usage: lifecycle_loader PLUGIN ...");
     return 2;
   }
   using Main = int (*)(int, char**);

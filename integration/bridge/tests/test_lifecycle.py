@@ -1,4 +1,4 @@
-"""How an embedded interpreter starts, runs, fails and ends: each scenario is a run of life_host, program or plugin."""
+"""Lifecycle of the embedded interpreter: each scenario is one run of lifecycle_host, as a program or as a plugin."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def live(hosts: Path, run_program: Live, small_checkpoint: Path) -> Live:
         timeout: float = 120,
         **environment: str,
     ) -> Completed:
-        program = (hosts / "life_loader", hosts / "liblife_plugin.so") if plugin else (hosts / "life_host",)
+        program = (
+            (hosts / "lifecycle_loader", hosts / "liblifecycle_plugin.so") if plugin else (hosts / "lifecycle_host",)
+        )
         return run_program(*program, model, executable, scenario, argument, timeout=timeout, **{**QUIET, **environment})
 
     return run
@@ -76,7 +78,14 @@ sys.exit(7)
 def test_a_python_program_ends_in_mid_step_three_times(hosts: Path, run_program: Live, small_checkpoint: Path) -> None:
     """The interpreter that was joined is finalised: a thread of the plugin must be out of it by then."""
     for _ in range(3):
-        command = (sys.executable, "-c", PYTHON_HOST, hosts / "liblife_plugin.so", small_checkpoint, sys.executable)
+        command = (
+            sys.executable,
+            "-c",
+            PYTHON_HOST,
+            hosts / "liblifecycle_plugin.so",
+            small_checkpoint,
+            sys.executable,
+        )
         result = run_program(*command, "leave_a_thread_in_steps", timeout=60, **QUIET)
         assert result.returncode == 7, result.stderr
         assert result.stderr in ("", "the process is exiting: Python takes no more calls\n")
@@ -151,10 +160,10 @@ def test_threads_do_not_deadlock(live: Live) -> None:
 
 
 def test_cpp_threads_lose_nothing_to_the_gil(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
-    """C++ work done beside steps in Python, against beside steps that burn equal CPU without Python; best of three."""
+    """C++ work during Python steps, relative to C++ work during equal CPU use without Python; best of three."""
     numbers = json.loads(check(live("gil_loss", 3)).stdout)
     with capsys.disabled():
-        print(f"\nC++ work beside Python steps: {numbers['ratio']} of that beside equal CPU use")
+        print(f"\nC++ work during Python steps: {numbers['ratio']} of that during equal CPU use")
     assert numbers["ratio"] >= 0.95
 
 

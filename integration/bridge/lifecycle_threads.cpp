@@ -1,4 +1,4 @@
-#include "life_threads.h"
+#include "lifecycle_threads.h"
 
 #include <pybind11/embed.h>
 
