@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from xllm_models import CausalLM, TensorParallel, get_model_class
-from xllm_models.layers.parallel import PartitionedModule
+from xllm_models.layers.parallel import ShardedModule
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -46,11 +46,11 @@ def _share(whole: CausalLM, tp: TensorParallel) -> CausalLM:
         owner = whole.get_submodule(name)
         for key, parameter in module.named_parameters(recurse=False):
             values = owner.get_parameter(key)
-            if not isinstance(module, PartitionedModule):
+            if not isinstance(module, ShardedModule):
                 parameter.copy_(values)
                 continue
-            assert isinstance(owner, PartitionedModule)
+            assert isinstance(owner, ShardedModule)
             parameter.zero_()  # rows that pad the vocabulary
-            for mine, complete in zip(module.parts(key), owner.parts(key), strict=True):
+            for mine, complete in zip(module.weight_shards(key), owner.weight_shards(key), strict=True):
                 parameter[mine.target] = values[complete.target][mine.source]
     return share

@@ -51,7 +51,7 @@ class SumsTwice(Sound):
         super().build(config, tp)
         layers: Any = self.model.layers
         for layer in layers:
-            layer.self_attn.o_proj.reduce = True
+            layer.self_attn.o_proj.reduce_results = True
 
 
 class ScalesByRanks(Sound):

@@ -7,12 +7,11 @@ packages'.
 from __future__ import annotations
 
 from .causal_lm import CausalLM
-from .config import ModelConfig
+from .config import ModelConfig, RopeConfig
 from .layers import TensorParallel
-from .load import load_model, register_port
 from .loading import DictStateDict, StateDict, WeightError, WeightMap
+from .loading.model import load_model, register_port
 from .registry import get_model_class, register_model, supported_models
-from .rope_config import RopeConfig
 
 __all__ = [
     "CausalLM",

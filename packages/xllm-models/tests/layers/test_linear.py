@@ -56,7 +56,7 @@ def test_qkv_gives_each_rank_its_heads(size: int) -> None:
     want = {name: whole(x).view(5, -1, head_dim) for name, whole in wholes.items()}
     for rank in range(size):
         tp = TensorParallel(rank=rank, size=size)
-        layer = QKVParallelLinear(6, num_heads, num_kv_heads, head_dim, bias=True, tp=tp)
+        layer = QKVParallelLinear(6, head_dim, num_heads, num_kv_heads, bias=True, tp=tp)
         load(layer, tensors, {"layer": ("q_proj", "k_proj", "v_proj")})
         q, k, v = layer(x)
         heads = slice(rank * num_heads // size, (rank + 1) * num_heads // size)
@@ -68,21 +68,21 @@ def test_qkv_gives_each_rank_its_heads(size: int) -> None:
 
 def test_layers_take_no_rows() -> None:
     tp = TensorParallel()
-    q, k, v = QKVParallelLinear(6, 4, 2, 3, tp=tp).requires_grad_(False)(torch.empty(0, 6))
+    q, k, v = QKVParallelLinear(6, 3, 4, 2, tp=tp).requires_grad_(False)(torch.empty(0, 6))
     assert (q.shape, k.shape, v.shape) == ((0, 4, 3), (0, 2, 3), (0, 2, 3))
     mlp = GatedMLP(6, 8, hidden_act="silu", tp=tp).requires_grad_(False)
     assert mlp(torch.empty(0, 6)).shape == (0, 6)
 
 
 def test_a_weight_map_that_does_not_fit_the_layer_is_named() -> None:
-    layer = QKVParallelLinear(6, 4, 2, 3, tp=TensorParallel())
+    layer = QKVParallelLinear(6, 3, 4, 2, tp=TensorParallel())
     with pytest.raises(
-        ValueError, match=r"layer\.weight has 3 parts, but the weight map names \['a\.weight', 'b\.weight'\]"
+        ValueError, match=r"layer\.weight has 3 weight shards, but the weight map names \['a\.weight', 'b\.weight'\]"
     ):
         load(layer, {}, {"layer": ("a", "b")})
 
 
 def test_shards_of_a_dimension_meet_without_gap_or_overlap() -> None:
-    cuts = [TensorParallel(rank=rank, size=4).cut("rows", 12) for rank in range(4)]
-    assert all(left.start + left.count == right.start for left, right in pairwise(cuts))
-    assert (cuts[0].start, cuts[-1].start + cuts[-1].count) == (0, 12)
+    cuts = [TensorParallel(rank=rank, size=4).shard("rows", 12) for rank in range(4)]
+    assert all(left.start + left.size == right.start for left, right in pairwise(cuts))
+    assert (cuts[0].start, cuts[-1].start + cuts[-1].size) == (0, 12)

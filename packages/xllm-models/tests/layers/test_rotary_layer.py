@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from xllm_models import RopeConfig
+from xllm_models.config import parse_rope
 from xllm_models.layers.rotary import RotaryEmbedding, rotary_table
-from xllm_models.rope_config import parse_rope
 
 HEAD_DIM, LENGTH = 16, 64
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from xllm_models import DictStateDict, WeightError, load_model
+from xllm_models.config import Quantization, parse_quantization
 from xllm_models.loading import dequantized
-from xllm_models.quantization_config import Quantization, parse_quantization
 
 Tensors = dict[str, torch.Tensor]
 Packed = tuple[Tensors, torch.Tensor]  # what the checkpoint holds in place of `weight`, and the weight it stands for

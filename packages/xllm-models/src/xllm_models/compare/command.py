@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..config import ModelConfig, parse_dtype, read_config
-from ..load import load_model, register_port
+from ..loading.model import load_model, register_port
 from .blind_spots import blind_spots
 from .dump import read_dump, write_dump
 from .hf import trace_hf

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from .linear import ColumnParallelLinear, GateUpLinear, MergedLinear, QKVParallelLinear, RowParallelLinear
+from .linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from .mlp import GatedMLP
 from .moe import SparseMoE
 from .norm import ResidualLayerNorm, ResidualRMSNorm, RMSNorm
-from .parallel import Part, PartitionedModule, Segment, TensorParallel
+from .parallel import Shard, ShardedModule, TensorParallel, WeightShard
 from .prefetch import PrefetchingModule
 from .rotary import RotaryEmbedding
-from .vocabulary import ParallelLMHead, VocabParallelEmbedding
+from .vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 __all__ = [
     "ColumnParallelLinear",
-    "GateUpLinear",
     "GatedMLP",
-    "MergedLinear",
+    "LinearBase",
+    "MergedColumnParallelLinear",
     "ParallelLMHead",
-    "Part",
-    "PartitionedModule",
     "PrefetchingModule",
     "QKVParallelLinear",
     "RMSNorm",
@@ -26,8 +30,10 @@ __all__ = [
     "ResidualRMSNorm",
     "RotaryEmbedding",
     "RowParallelLinear",
-    "Segment",
+    "Shard",
+    "ShardedModule",
     "SparseMoE",
     "TensorParallel",
     "VocabParallelEmbedding",
+    "WeightShard",
 ]

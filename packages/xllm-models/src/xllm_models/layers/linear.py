@@ -1,131 +1,131 @@
 """Linear layers, whole or sharded over tensor-parallel ranks.
 
-Column layers cut the outputs and need no communication; the row layer cuts the inputs and sums over the ranks.
-T tokens, H heads, K kv heads, D head dim, all counted on this rank.
+Column-parallel layers shard the outputs and do not communicate. The row-parallel layer shards the inputs and sums its
+outputs over the ranks. T tokens, H heads, K kv heads, D head dim, all counted on this rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from ..ops import all_reduce_, linear
-from .parallel import Part, PartitionedModule, Segment, TensorParallel, row_parts
+from .parallel import Shard, ShardedModule, TensorParallel, WeightShard, row_shards
 
 
-class MergedLinear(PartitionedModule):
-    """Several projections of one input, computed as one: weight [sum of the segments' rows, in_features]."""
+class LinearBase(ShardedModule):
+    """weight [output size, input size] and an optional bias [output size], as this rank holds them."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, segments: tuple[Segment, ...], *, bias: bool) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.segments = segments
-        rows = sum(segment.count for segment in segments)
-        self.weight = nn.Parameter(torch.empty(rows, in_features))
-        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.weight = nn.Parameter(torch.empty(output_size, input_size))
+        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
 
-    def parts(self, name: str) -> tuple[Part, ...]:
-        return row_parts(self.segments, *((self.in_features,) if name == "weight" else ()))
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
+class _ColumnParallel(LinearBase):
+    """Shards of one or more projections of the same input, stacked along the outputs."""
+
+    def __init__(self, input_size: int, shards: tuple[Shard, ...], *, bias: bool) -> None:
+        super().__init__(input_size, sum(shard.size for shard in shards), bias=bias)
+        self.input_size = input_size
+        self.shards = shards
+
+    def weight_shards(self, name: str) -> tuple[WeightShard, ...]:
+        return row_shards(self.shards, *((self.input_size,) if name == "weight" else ()))
+
+
+class ColumnParallelLinear(_ColumnParallel):
+    """x [T, input_size] -> [T, output_size / tp_size]."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool = False, tp: TensorParallel) -> None:
+        super().__init__(input_size, (tp.shard("output_size", output_size),), bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
 
-class ColumnParallelLinear(MergedLinear):
-    """x [T, in_features] -> [T, out_features / tp_size]."""
+class MergedColumnParallelLinear(_ColumnParallel):
+    """x [T, input_size] -> [T, sum(output_sizes) / tp_size]: this rank's shards of the projections, in order."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: TensorParallel) -> None:
-        super().__init__(in_features, (tp.cut("out_features", out_features),), bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.project(x)
-
-
-class GateUpLinear(MergedLinear):
-    """x [T, hidden] -> [T, 2 * intermediate / tp_size]: this rank's gate, then its up projection."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False, tp: TensorParallel) -> None:
-        segment = tp.cut("intermediate_size", intermediate_size)
-        super().__init__(hidden_size, (segment, segment), bias=bias)
+    def __init__(self, input_size: int, output_sizes: Sequence[int], *, bias: bool = False, tp: TensorParallel) -> None:
+        super().__init__(input_size, tuple(tp.shard("output_sizes", size) for size in output_sizes), bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.project(x)
+        return linear(x, self.weight, self.bias)
 
 
-class QKVParallelLinear(MergedLinear):
+class QKVParallelLinear(_ColumnParallel):
     """x [T, hidden] -> q [T, H, D], k [T, K, D], v [T, K, D], views of one projection.
 
-    With more ranks than kv heads, rank r holds kv head r // (ranks per kv head). Query heads that do not divide by
-    the ranks are a ValueError.
+    `total_num_heads` and `total_num_kv_heads` count all ranks' heads. With more ranks than kv heads, rank r holds kv
+    head r // (ranks per kv head). Query heads that do not divide by the ranks are a ValueError.
     """
 
     def __init__(
         self,
         hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
         head_dim: int,
+        total_num_heads: int,
+        total_num_kv_heads: int,
         *,
         bias: bool = False,
         tp: TensorParallel,
     ) -> None:
-        heads = tp.cut("num_attention_heads", num_heads)
-        kv_heads = tp.cut_or_replicate("num_key_value_heads", num_kv_heads)
-        self.num_heads = heads.count
-        self.num_kv_heads = kv_heads.count
+        heads = tp.shard("num_attention_heads", total_num_heads)
+        kv_heads = tp.shard_or_replicate("num_key_value_heads", total_num_kv_heads)
+        self.num_heads = heads.size
+        self.num_kv_heads = kv_heads.size
         self.head_dim = head_dim
         q, kv = (
-            Segment(total=s.total * head_dim, start=s.start * head_dim, count=s.count * head_dim)
-            for s in (heads, kv_heads)
+            Shard(total=shard.total * head_dim, start=shard.start * head_dim, size=shard.size * head_dim)
+            for shard in (heads, kv_heads)
         )
         super().__init__(hidden_size, (q, kv, kv), bias=bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        qkv = self.project(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        qkv = linear(x, self.weight, self.bias).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         q, k, v = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return q, k, v
 
 
-class RowParallelLinear(PartitionedModule):
-    """x [T, in_features / tp_size] -> [T, out_features], summed over the ranks; rank 0 adds the bias.
+class RowParallelLinear(LinearBase):
+    """x [T, input_size / tp_size] -> [T, output_size], summed over the ranks; rank 0 adds the bias.
 
-    With `reduce` off the result is this rank's term of the sum, for a `ResidualRMSNorm(..., tp=tp)` to take.
+    With `reduce_results=False` the result is a partial sum, which a `ResidualRMSNorm(..., tp=tp)` must take.
     """
-
-    bias: nn.Parameter | None
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        input_size: int,
+        output_size: int,
         *,
         bias: bool = False,
-        reduce: bool = True,
+        reduce_results: bool = True,
         tp: TensorParallel,
     ) -> None:
-        super().__init__()
+        shard = tp.shard("input_size", input_size)
+        super().__init__(shard.size, output_size, bias=bias)
         self.tp = tp
-        self.reduce = reduce
-        self.segment = tp.cut("in_features", in_features)
-        self.out_features = out_features
-        self.weight = nn.Parameter(torch.empty(out_features, self.segment.count))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.reduce_results = reduce_results
+        self.shard = shard
+        self.output_size = output_size
 
-    def parts(self, name: str) -> tuple[Part, ...]:
-        rows = slice(0, self.out_features)
+    def weight_shards(self, name: str) -> tuple[WeightShard, ...]:
+        rows = slice(0, self.output_size)
         if name == "bias":
-            return (Part(shape=(self.out_features,), source=(rows,), target=(rows,)),)
-        columns = slice(self.segment.start, self.segment.start + self.segment.count)
+            return (WeightShard(shape=(self.output_size,), source=(rows,), target=(rows,)),)
         return (
-            Part(
-                shape=(self.out_features, self.segment.total),
-                source=(rows, columns),
-                target=(rows, slice(0, self.segment.count)),
+            WeightShard(
+                shape=(self.output_size, self.shard.total),
+                source=(rows, self.shard.rows),
+                target=(rows, slice(0, self.shard.size)),
             ),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = linear(x, self.weight, self.bias if self.tp.rank == 0 else None)
-        return all_reduce_(out, self.tp.group) if self.reduce and self.tp.size > 1 else out
+        return all_reduce_(out, self.tp.group) if self.reduce_results and self.tp.size > 1 else out

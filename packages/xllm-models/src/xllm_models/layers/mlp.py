@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ..ops import gelu_and_mul, silu_and_mul
-from .linear import GateUpLinear, RowParallelLinear
+from .linear import MergedColumnParallelLinear, RowParallelLinear
 from .parallel import TensorParallel
 from .prefetch import PrefetchingModule
 
@@ -21,7 +21,7 @@ _GATED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class GatedMLP(PrefetchingModule):
-    """x [T, hidden] -> [T, hidden]; `reduce` as for `RowParallelLinear`. An unknown activation is a ValueError."""
+    """x [T, hidden] -> [T, hidden]. `reduce_results` as in `RowParallelLinear`. An unknown activation: ValueError."""
 
     def __init__(
         self,
@@ -30,15 +30,18 @@ class GatedMLP(PrefetchingModule):
         *,
         hidden_act: str,
         bias: bool = False,
-        reduce: bool = True,
+        reduce_results: bool = True,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
         if hidden_act not in _GATED_ACTIVATIONS:
             raise ValueError(f"hidden_act {hidden_act!r} is not supported; supported: {sorted(_GATED_ACTIVATIONS)}")
-        self.gate_up_proj = GateUpLinear(hidden_size, intermediate_size, bias=bias, tp=tp)
+        tp.shard("intermediate_size", intermediate_size)  # an error names the config's key
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, bias=bias, tp=tp)
         self.activation = _GATED_ACTIVATIONS[hidden_act]
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, reduce=reduce, tp=tp)
+        self.down_proj = RowParallelLinear(
+            intermediate_size, hidden_size, bias=bias, reduce_results=reduce_results, tp=tp
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.activation(self.gate_up_proj(x), prefetch=self.next_weight)

@@ -1,4 +1,4 @@
-"""The sparse feed-forward block: a router and its experts, whose features are cut over tensor-parallel ranks.
+"""The sparse feed-forward block: a router and its experts, whose features are sharded over tensor-parallel ranks.
 
 E experts, N hidden, I features of one expert on this rank.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..moe_config import MoEConfig
+from ..config import MoEConfig
 from ..ops import all_reduce_, linear, moe
-from .parallel import Part, PartitionedModule, TensorParallel
+from .parallel import ShardedModule, TensorParallel, WeightShard
 
 
 class Router(nn.Module):
@@ -24,48 +24,48 @@ class Router(nn.Module):
         return linear(x, self.weight)
 
 
-class Experts(PartitionedModule):
+class Experts(ShardedModule):
     """The experts' weights: gate_up [E, 2I, N] (gate rows, then up rows) and down [E, N, I]."""
 
     def __init__(self, hidden_size: int, num_experts: int, intermediate_size: int, tp: TensorParallel) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.segment = tp.cut("moe_intermediate_size", intermediate_size)
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * self.segment.count, hidden_size))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, self.segment.count))
+        self.shard = tp.shard("moe_intermediate_size", intermediate_size)
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * self.shard.size, hidden_size))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, self.shard.size))
 
-    def parts(self, name: str) -> tuple[Part, ...]:
-        """gate_up: a gate and an up part of expert 0, then of expert 1, ...; down: a part an expert."""
-        total, count = self.segment.total, self.segment.count
-        share = slice(self.segment.start, self.segment.start + count)
+    def weight_shards(self, name: str) -> tuple[WeightShard, ...]:
+        """gate_up: the gate and the up region of expert 0, then of expert 1, ...; down: one region per expert."""
+        total, size = self.shard.total, self.shard.size
+        share = self.shard.rows
         hidden = slice(0, self.hidden_size)
         found = []
         for expert in range(self.down.shape[0]):
             here = slice(expert, expert + 1)
             if name == "down":
-                target = (here, hidden, slice(0, count))
-                found.append(Part(shape=(self.hidden_size, total), source=(hidden, share), target=target))
+                target = (here, hidden, slice(0, size))
+                found.append(WeightShard(shape=(self.hidden_size, total), source=(hidden, share), target=target))
                 continue
-            for offset in (0, count):
-                target = (here, slice(offset, offset + count), hidden)
-                found.append(Part(shape=(total, self.hidden_size), source=(share, hidden), target=target))
+            for offset in (0, size):
+                target = (here, slice(offset, offset + size), hidden)
+                found.append(WeightShard(shape=(total, self.hidden_size), source=(share, hidden), target=target))
         return tuple(found)
 
 
 class SparseMoE(nn.Module):
-    """x [T, N] -> [T, N]: each token through its top k experts; `reduce` as for `RowParallelLinear`.
+    """x [T, N] -> [T, N]: each token through its top k experts; `reduce_results` as for `RowParallelLinear`.
 
     An activation other than silu is a ValueError.
     """
 
     def __init__(
-        self, hidden_size: int, config: MoEConfig, *, hidden_act: str, reduce: bool = True, tp: TensorParallel
+        self, hidden_size: int, config: MoEConfig, *, hidden_act: str, reduce_results: bool = True, tp: TensorParallel
     ) -> None:
         super().__init__()
         if hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act {hidden_act!r} of experts is not supported; supported: ['silu', 'swish']")
         self.tp = tp
-        self.reduce = reduce
+        self.reduce_results = reduce_results
         self.top_k = config.num_experts_per_token
         self.normalize = config.normalize
         self.gate = Router(hidden_size, config.num_experts)
@@ -73,4 +73,4 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = moe(x, self.gate(x), self.experts.gate_up, self.experts.down, self.top_k, self.normalize)
-        return all_reduce_(out, self.tp.group) if self.reduce and self.tp.size > 1 else out
+        return all_reduce_(out, self.tp.group) if self.reduce_results and self.tp.size > 1 else out

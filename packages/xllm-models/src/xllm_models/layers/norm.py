@@ -27,8 +27,8 @@ class RMSNorm(nn.Module):
 class ResidualRMSNorm(PrefetchingModule):
     """(x, residual) -> (norm of x + residual, x + residual). Without a residual (at the first layer) x begins one.
 
-    With `tp` an x that comes with a residual is a partial sum (`reduce=False` of the layer before): the sum over the
-    ranks, the residual sum and the norm are one op, which overwrites x.
+    With `tp` an x that comes with a residual is a partial sum (`reduce_results=False` of the layer before). The
+    sum over the ranks, the residual sum and the norm are then one op, which overwrites x.
     """
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool = False, tp: TensorParallel | None = None) -> None:

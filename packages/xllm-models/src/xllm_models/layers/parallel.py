@@ -1,6 +1,6 @@
-"""Which share of a tensor-parallel layer a rank holds, and which part of a checkpoint fills it.
+"""Shards of tensor-parallel layers: which rows a rank holds, and which region of a checkpoint tensor fills them.
 
-Owns the arithmetic of shards as values. Communication belongs to `ops.collectives`, reading to `loading`.
+Owns the arithmetic of shards. Communication belongs to `ops.collectives`, reading to `loading`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """`count` consecutive rows from `start`, of a checkpoint tensor with `total` rows."""
+class Shard:
+    """`size` consecutive rows from `start` on, of a checkpoint tensor with `total` rows."""
 
     total: int
     start: int
-    count: int
+    size: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """This rank's place among those that share every layer, and the name of their process group."""
+    """This process's rank among the ranks that share every layer, and the name of their process group."""
 
     rank: int = 0
     size: int = 1
@@ -32,57 +36,57 @@ class TensorParallel:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ValueError(f"tp_rank {self.rank} is outside the {self.size} ranks of tp_size")
 
-    def cut(self, name: str, total: int) -> Segment:
+    def shard(self, name: str, total: int) -> Shard:
         """This rank's equal share of `total` rows; a remainder is a ValueError that names `name`."""
         if total % self.size:
             raise ValueError(f"{name} {total} is not divisible by tp_size {self.size}")
-        count = total // self.size
-        return Segment(total=total, start=self.rank * count, count=count)
+        size = total // self.size
+        return Shard(total=total, start=self.rank * size, size=size)
 
-    def cut_or_replicate(self, name: str, total: int) -> Segment:
-        """As `cut`; with more ranks than rows, each row is held by tp_size / total consecutive ranks."""
+    def shard_or_replicate(self, name: str, total: int) -> Shard:
+        """As `shard`; with more ranks than rows, tp_size / total consecutive ranks hold the same row."""
         if total >= self.size:
-            return self.cut(name, total)
+            return self.shard(name, total)
         if self.size % total:
             raise ValueError(f"tp_size {self.size} is not a multiple of {name} {total}")
-        return Segment(total=total, start=self.rank // (self.size // total), count=1)
+        return Shard(total=total, start=self.rank // (self.size // total), size=1)
 
-    def cut_padded(self, total: int) -> tuple[Segment, int]:
-        """This rank's rows when `total` is padded up to the ranks: (the rows that exist, the rows held)."""
-        held = -(-total // self.size)
-        start = min(self.rank * held, total)
-        return Segment(total=total, start=start, count=min(held, total - start)), held
+    def shard_padded(self, total: int) -> tuple[Shard, int]:
+        """Shards of `total` rows padded to a multiple of tp_size: (this rank's real rows, rows with padding)."""
+        padded = -(-total // self.size)
+        start = min(self.rank * padded, total)
+        return Shard(total=total, start=start, size=min(padded, total - start)), padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A region of a parameter, and the region of a checkpoint tensor that belongs there."""
+class WeightShard:
+    """A region of a parameter, and the region of a checkpoint tensor that is loaded into it."""
 
     shape: tuple[int, ...]  # of the whole checkpoint tensor
-    source: tuple[slice, ...]  # region of the checkpoint tensor, one slice a dimension
-    target: tuple[slice, ...]  # region of the parameter, one slice a dimension
+    source: tuple[slice, ...]  # region of the checkpoint tensor, one slice per dimension
+    target: tuple[slice, ...]  # region of the parameter, one slice per dimension
 
 
-class PartitionedModule(nn.Module, ABC):
-    """A module whose parameters hold parts of checkpoint tensors, rather than one whole tensor each."""
+class ShardedModule(nn.Module, ABC):
+    """A module whose parameters hold shards of checkpoint tensors, or several checkpoint tensors in one parameter."""
 
     @abstractmethod
-    def parts(self, name: str) -> tuple[Part, ...]:
-        """The parts of parameter `name`, in the order in which the weight map lists their sources."""
+    def weight_shards(self, name: str) -> tuple[WeightShard, ...]:
+        """The regions of parameter `name`, in the order in which the weight map lists their checkpoint tensors."""
 
 
-def row_parts(segments: tuple[Segment, ...], *other_dims: int) -> tuple[Part, ...]:
-    """Parts of a parameter that stacks `segments` along dimension 0, each with whole other dimensions."""
+def row_shards(shards: tuple[Shard, ...], *other_dims: int) -> tuple[WeightShard, ...]:
+    """The regions of a parameter that stacks `shards` along dimension 0 and holds the other dimensions whole."""
     whole = tuple(slice(0, size) for size in other_dims)
-    parts = []
+    regions = []
     offset = 0
-    for segment in segments:
-        parts.append(
-            Part(
-                shape=(segment.total, *other_dims),
-                source=(slice(segment.start, segment.start + segment.count), *whole),
-                target=(slice(offset, offset + segment.count), *whole),
+    for shard in shards:
+        regions.append(
+            WeightShard(
+                shape=(shard.total, *other_dims),
+                source=(shard.rows, *whole),
+                target=(slice(offset, offset + shard.size), *whole),
             )
         )
-        offset += segment.count
-    return tuple(parts)
+        offset += shard.size
+    return tuple(regions)

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import nn
 
+from ..config import RopeConfig
 from ..ops import qk_norm_rope, rotary
-from ..rope_config import RopeConfig
 from .norm import RMSNorm
 
 

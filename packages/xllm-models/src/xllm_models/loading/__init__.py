@@ -1,4 +1,7 @@
-"""Weight loading: what a checkpoint is, how names map, and the strict loader."""
+"""Loads weights: state dicts, the map of names, and the strict loader.
+
+`model` holds `load_model`, which is not imported here: model classes import this package.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..layers.parallel import Part, PartitionedModule
+from ..layers.parallel import ShardedModule, WeightShard
 from .state_dict import SafetensorsStateDict, SliceableStateDict, StateDict, shape_and_dtype, tensor_region
 from .weight_map import WeightMap
 
@@ -38,7 +38,7 @@ class _Copy:
 
     source: str
     parameter: torch.Tensor  # the whole parameter
-    part: Part
+    shard: WeightShard
 
 
 def load_weights(
@@ -60,7 +60,7 @@ def load_weights(
     # A checkpoint may hold a tied tensor under either name.
     stands_for = {name: alias for alias, name in aliases.items() if name not in where and alias in where}
     copies = [
-        _Copy(source=stands_for.get(copy.source, copy.source), parameter=copy.parameter, part=copy.part)
+        _Copy(source=stands_for.get(copy.source, copy.source), parameter=copy.parameter, shard=copy.shard)
         for copy in _copies(module, weight_map)
     ]
     counts = Counter(name for state_dict in state_dicts for name in list(state_dict.keys()))
@@ -80,33 +80,36 @@ def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
                 continue
             seen.add(id(parameter))
             full_name = f"{prefix}.{name}" if prefix else name
-            parts = owner.parts(name) if isinstance(owner, PartitionedModule) else (_whole(parameter),)
-            sources = weight_map.sources(full_name, len(parts))
-            if len(sources) == 1 and len(parts) > 1:
-                sources, parts = sources * len(parts), _within_one_tensor(parts)
-            if len(parts) != len(sources):
+            shards = owner.weight_shards(name) if isinstance(owner, ShardedModule) else (_whole(parameter),)
+            sources = weight_map.sources(full_name, len(shards))
+            if len(sources) == 1 and len(shards) > 1:
+                sources, shards = sources * len(shards), _within_one_tensor(shards)
+            if len(shards) != len(sources):
                 raise ValueError(
-                    f"parameter {full_name} has {len(parts)} parts, but the weight map names {list(sources)} for it"
+                    f"parameter {full_name} has {len(shards)} weight shards, "
+                    f"but the weight map names {list(sources)} for it"
                 )
             storage = parameter.detach()
-            for source, part in zip(sources, parts, strict=True):
-                yield _Copy(source=source, parameter=storage, part=part)
+            for source, shard in zip(sources, shards, strict=True):
+                yield _Copy(source=source, parameter=storage, shard=shard)
 
 
-def _within_one_tensor(parts: Sequence[Part]) -> tuple[Part, ...]:
+def _within_one_tensor(shards: Sequence[WeightShard]) -> tuple[WeightShard, ...]:
     """Parts of tensors that the checkpoint holds as one, one after another along dimension 0."""
-    total = sum(part.shape[0] for part in parts)
+    total = sum(shard.shape[0] for shard in shards)
     offset, found = 0, []
-    for part in parts:
-        rows = slice(part.source[0].start + offset, part.source[0].stop + offset)
-        found.append(Part(shape=(total, *part.shape[1:]), source=(rows, *part.source[1:]), target=part.target))
-        offset += part.shape[0]
+    for shard in shards:
+        rows = slice(shard.source[0].start + offset, shard.source[0].stop + offset)
+        found.append(
+            WeightShard(shape=(total, *shard.shape[1:]), source=(rows, *shard.source[1:]), target=shard.target)
+        )
+        offset += shard.shape[0]
     return tuple(found)
 
 
-def _whole(parameter: torch.Tensor) -> Part:
+def _whole(parameter: torch.Tensor) -> WeightShard:
     region = tuple(slice(0, size) for size in parameter.shape)
-    return Part(shape=tuple(parameter.shape), source=region, target=region)
+    return WeightShard(shape=tuple(parameter.shape), source=region, target=region)
 
 
 def _check(
@@ -117,7 +120,7 @@ def _check(
     counts: Mapping[str, int],
 ) -> None:
     """Raise one WeightError that lists every tensor at fault, if any."""
-    expected = {copy.source: copy.part.shape for copy in copies}
+    expected = {copy.source: copy.shard.shape for copy in copies}
     expected |= {alias: expected[name] for alias, name in aliases.items() if name in expected and alias in where}
     faults = {
         "missing": [name for name in expected if name not in where],
@@ -139,31 +142,31 @@ def _check(
         raise WeightError("\n".join(("the checkpoint does not fit the model", *lines)))
 
 
-def _is_whole(part: Part) -> bool:
-    return all(region == slice(0, size) for region, size in zip(part.source, part.shape, strict=True))
+def _is_whole(shard: WeightShard) -> bool:
+    return all(region == slice(0, size) for region, size in zip(shard.source, shard.shape, strict=True))
 
 
-def _read(state_dict: StateDict, name: str, part: Part) -> torch.Tensor:
-    """The part's region of a checkpoint tensor."""
-    return state_dict.get_tensor(name) if _is_whole(part) else tensor_region(state_dict, name, part.source)
+def _read(state_dict: StateDict, name: str, shard: WeightShard) -> torch.Tensor:
+    """The shard's region of a checkpoint tensor."""
+    return state_dict.get_tensor(name) if _is_whole(shard) else tensor_region(state_dict, name, shard.source)
 
 
 def _fill(copy: _Copy, state_dict: StateDict) -> None:
-    """Write the part into its region of the parameter.
+    """Write the shard into its region of the parameter.
 
     What is cut, converted or dequantized on its way takes memory of its own, so it comes in pieces of some rows. A
     plain file's whole tensor does not: it is the mapped file.
     """
-    target = copy.parameter[copy.part.target]
-    while target.ndim > len(copy.part.source):
+    target = copy.parameter[copy.shard.target]
+    while target.ndim > len(copy.shard.source):
         target = target[0]  # one entry of stacked weights
     if not isinstance(state_dict, SliceableStateDict) or (
-        _is_whole(copy.part) and isinstance(state_dict, SafetensorsStateDict)
+        _is_whole(copy.shard) and isinstance(state_dict, SafetensorsStateDict)
     ):
-        target.copy_(_read(state_dict, copy.source, copy.part))
+        target.copy_(_read(state_dict, copy.source, copy.shard))
         return
     tensor = state_dict.get_slice(copy.source)
-    all_rows, *others = copy.part.source
+    all_rows, *others = copy.shard.source
     row_bytes = 4 * math.prod(region.stop - region.start for region in others)
     step = max(_PIECE_BYTES // row_bytes // _PIECE_ROWS, 1) * _PIECE_ROWS
     for start in range(all_rows.start, all_rows.stop, step):
@@ -172,20 +175,20 @@ def _fill(copy: _Copy, state_dict: StateDict) -> None:
 
 
 def _check_tied(alias: str, name: str, copies: Sequence[_Copy], where: Mapping[str, StateDict]) -> None:
-    """Refuse a checkpoint whose two names of one tied tensor hold different values (in this rank's part)."""
+    """Refuse a checkpoint whose two names of one tied tensor hold different values (in this rank's shard)."""
     if alias not in where or name not in where:
         return
-    part = next(copy.part for copy in copies if copy.source == name)
-    if not torch.equal(_read(where[alias], alias, part), _read(where[name], name, part)):
+    shard = next(copy.shard for copy in copies if copy.source == name)
+    if not torch.equal(_read(where[alias], alias, shard), _read(where[name], name, shard)):
         raise WeightError(f"the config ties word embeddings, but {alias} and {name} hold different values")
 
 
 def _clear_padding(copies: Sequence[_Copy]) -> None:
-    """Zero the parameters whose parts leave rows unset (a padded vocabulary)."""
+    """Zero the parameters whose shards leave rows unset (a padded vocabulary)."""
     parameters = {id(copy.parameter): copy.parameter for copy in copies}
     num_set: Counter[int] = Counter()
     for copy in copies:
-        num_set[id(copy.parameter)] += copy.parameter[copy.part.target].numel()
+        num_set[id(copy.parameter)] += copy.parameter[copy.shard.target].numel()
     for key, parameter in parameters.items():
         if num_set[key] < parameter.numel():
             parameter.zero_()

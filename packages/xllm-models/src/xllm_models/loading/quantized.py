@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quantization_config import Quantization
+from ..config import Quantization
 from .loader import WeightError
 from .state_dict import StateDict, TensorSlice, shape_and_dtype, tensor_region
 

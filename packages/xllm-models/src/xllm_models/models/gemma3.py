@@ -35,9 +35,9 @@ class Gemma3Attention(nn.Module):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
+            config.head_dim,
             config.num_heads,
             config.num_kv_heads,
-            config.head_dim,
             bias=config.attention_bias,
             tp=tp,
         )

@@ -34,9 +34,11 @@ class Phi3Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, tp=tp
+            config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads, tp=tp
         )
-        self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, reduce=False, tp=tp)
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, config.hidden_size, reduce_results=False, tp=tp
+        )
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
@@ -61,7 +63,7 @@ class Phi3DecoderLayer(nn.Module):
         self.self_attn = Phi3Attention(config, layer_id, rotary_emb, tp)
         self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, reduce=False, tp=tp
+            config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, reduce_results=False, tp=tp
         )
 
     def forward(

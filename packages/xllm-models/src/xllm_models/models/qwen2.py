@@ -33,13 +33,15 @@ class Qwen2Attention(nn.Module):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
+            config.head_dim,
             config.num_heads,
             config.num_kv_heads,
-            config.head_dim,
             bias=True,
             tp=tp,
         )
-        self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, reduce=False, tp=tp)
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, config.hidden_size, reduce_results=False, tp=tp
+        )
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
@@ -64,7 +66,7 @@ class Qwen2DecoderLayer(nn.Module):
         self.self_attn = Qwen2Attention(config, layer_id, rotary_emb, tp)
         self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, reduce=False, tp=tp
+            config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, reduce_results=False, tp=tp
         )
 
     def forward(

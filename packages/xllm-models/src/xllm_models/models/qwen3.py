@@ -34,14 +34,18 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
+            config.head_dim,
             config.num_heads,
             config.num_kv_heads,
-            config.head_dim,
             bias=config.attention_bias,
             tp=tp,
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, reduce=False, tp=tp
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            reduce_results=False,
+            tp=tp,
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -72,7 +76,7 @@ class Qwen3DecoderLayer(nn.Module):
             config.hidden_size,
             config.intermediate_size,
             hidden_act=config.hidden_act,
-            reduce=False,
+            reduce_results=False,
             tp=tp,
         )
 

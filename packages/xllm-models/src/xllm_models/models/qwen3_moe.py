@@ -35,14 +35,18 @@ class Qwen3MoeAttention(nn.Module):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
+            config.head_dim,
             config.num_heads,
             config.num_kv_heads,
-            config.head_dim,
             bias=config.attention_bias,
             tp=tp,
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, reduce=False, tp=tp
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            reduce_results=False,
+            tp=tp,
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -71,10 +75,12 @@ class Qwen3MoeDecoderLayer(nn.Module):
         self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.mlp: nn.Module
         if config.moe is not None and config.moe.is_sparse(layer_id):
-            self.mlp = SparseMoE(config.hidden_size, config.moe, hidden_act=config.hidden_act, reduce=False, tp=tp)
+            self.mlp = SparseMoE(
+                config.hidden_size, config.moe, hidden_act=config.hidden_act, reduce_results=False, tp=tp
+            )
         else:
             self.mlp = GatedMLP(
-                config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, reduce=False, tp=tp
+                config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, reduce_results=False, tp=tp
             )
 
     def forward(

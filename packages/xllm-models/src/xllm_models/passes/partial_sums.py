@@ -1,7 +1,7 @@
 """Checks that each partial sum of a tensor-parallel layer is summed over the ranks exactly once.
 
-A layer with `reduce=False` gives each rank its term of a sum; a norm with `tp=...` sums them. On one rank any pairing
-gives the right result, so the check runs at every tp size, when the model is built.
+A layer with `reduce_results=False` gives each rank its term of a sum; a norm with `tp=...` sums them. On one rank any
+pairing gives the right result, so the check runs at every tp size, when the model is built.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ class PartialSums:
         elif norm.tp is not None and residual is not None:
             raise ValueError(
                 f"{name} sums its input over the ranks (tp=...), but that is no partial sum: it comes from "
-                f"{origin.name if origin else 'no layer'}. Make the norm without tp, or the layer with reduce=False"
+                f"{origin.name if origin else 'no layer'}. Make the norm without tp, "
+                "or the layer with reduce_results=False"
             )
 
     def leave(self, name: str, module: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
         summing = isinstance(module, (RowParallelLinear, SparseMoE))
         for output in outputs:
             if summing:
-                self._set(output, _Origin(name=name, partial=not module.reduce))
+                self._set(output, _Origin(name=name, partial=not module.reduce_results))
             elif self._origin(output) is None:
                 self._set(output, _Origin(name=name, partial=False))
 
@@ -127,6 +128,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _unsummed(origin: _Origin, fault: str) -> ValueError:
     return ValueError(
-        f"{origin.name} gives partial sums over the ranks (reduce=False), but {fault}. Make the layer with "
-        "reduce=True, or let a residual norm with tp=... take its output"
+        f"{origin.name} gives partial sums over the ranks (reduce_results=False), but {fault}. Make the layer with "
+        "reduce_results=True, or let a residual norm with tp=... take its output"
     )

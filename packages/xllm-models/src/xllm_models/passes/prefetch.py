@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers import MergedLinear, PrefetchingModule, RowParallelLinear
+from ..layers import LinearBase, PrefetchingModule
 
 _aten = torch.ops.aten
 _PRODUCTS = (
@@ -39,7 +39,7 @@ class NextWeights:
         if isinstance(module, PrefetchingModule) and any(a.name == "prefetch" for a in op._schema.arguments):
             self._waiting = module
         elif op.overloadpacket in _PRODUCTS and self._waiting is not None:
-            linear = module if isinstance(module, (MergedLinear, RowParallelLinear)) else None
+            linear = module if isinstance(module, LinearBase) else None
             # A module that runs twice, before different layers, prefetches nothing.
             self._found[self._waiting] = linear if self._found.get(self._waiting, linear) is linear else None
             self._waiting = None

@@ -33,14 +33,18 @@ class GraniteAttention(nn.Module):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
+            config.head_dim,
             config.num_heads,
             config.num_kv_heads,
-            config.head_dim,
             bias=config.attention_bias,
             tp=tp,
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, reduce=False, tp=tp
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            reduce_results=False,
+            tp=tp,
         )
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
@@ -69,7 +73,7 @@ class GraniteDecoderLayer(nn.Module):
             config.intermediate_size,
             hidden_act=config.hidden_act,
             bias=config.mlp_bias,
-            reduce=False,
+            reduce_results=False,
             tp=tp,
         )
         self.residual_multiplier = config.own["residual_multiplier"]

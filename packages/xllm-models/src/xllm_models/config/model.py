@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from .config_keys import ConfigKeys
-from .moe_config import MoEConfig
-from .own_config import OWN_CONFIG, parse_own
-from .quantization_config import Quantization, parse_quantization
-from .rope_config import RopeConfig, parse_layer_ropes
+from .keys import ConfigKeys
+from .moe import MoEConfig
+from .own import OWN_CONFIG, parse_own
+from .quantization import Quantization, parse_quantization
+from .rope import RopeConfig, parse_layer_ropes
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -237,33 +236,3 @@ def _eos_token_ids(keys: ConfigKeys) -> tuple[int, ...]:
             f"contradictory keys in config: eos_token_id={list(first)} is not among eos_token_ids={list(several)}"
         )
     return several or first
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory, its eos ids joined with those of generation_config.json.
-
-    FileNotFoundError for a directory or config.json that is not there, ValueError for one that is not a JSON object.
-    """
-    if not directory.is_dir():
-        raise FileNotFoundError(f"model directory {directory} does not exist")
-    path = directory / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"model directory {directory} has no config.json")
-    raw = _read_json(path)
-    generation_path = directory / "generation_config.json"
-    if generation_path.is_file():
-        # Chat models often end a turn with tokens that only the generation config lists.
-        more = ConfigKeys(_read_json(generation_path), str(generation_path)).integers("eos_token_id")
-        ids = (*ConfigKeys(raw).integers("eos_token_id"), *more)
-        raw["eos_token_id"] = list(dict.fromkeys(ids)) or None
-    return raw
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
-    return raw

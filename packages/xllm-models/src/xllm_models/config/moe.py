@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .config_keys import ConfigKeys
+from .keys import ConfigKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

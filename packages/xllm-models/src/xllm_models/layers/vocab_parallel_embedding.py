@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..ops import all_gather, all_reduce_, embedding_shard, linear
-from .parallel import Part, PartitionedModule, TensorParallel, row_parts
+from .parallel import ShardedModule, TensorParallel, WeightShard, row_shards
 
 
 @cache
@@ -20,7 +20,7 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=dtype, device="cpu"))
 
 
-class _VocabularyRows(PartitionedModule):
+class _VocabularyRows(ShardedModule):
     """weight [V padded / tp_size, hidden]; rows beyond the vocabulary are zero."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
@@ -28,11 +28,11 @@ class _VocabularyRows(PartitionedModule):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.tp = tp
-        self.segment, num_rows = tp.cut_padded(vocab_size)
+        self.shard, num_rows = tp.shard_padded(vocab_size)
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size))
 
-    def parts(self, name: str) -> tuple[Part, ...]:
-        return row_parts((self.segment,), self.hidden_size)
+    def weight_shards(self, name: str) -> tuple[WeightShard, ...]:
+        return row_shards((self.shard,), self.hidden_size)
 
 
 class VocabParallelEmbedding(_VocabularyRows):
@@ -51,7 +51,7 @@ class VocabParallelEmbedding(_VocabularyRows):
     def _rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return functional.embedding(input_ids, self.weight)
-        rows = embedding_shard(input_ids, self.weight, self.segment.start, self.segment.count)
+        rows = embedding_shard(input_ids, self.weight, self.shard.start, self.shard.size)
         return all_reduce_(rows, self.tp.group)
 
 

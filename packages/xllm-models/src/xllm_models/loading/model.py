@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
-from .causal_lm import CausalLM
-from .config import ModelConfig, parse_dtype, read_config
-from .config_keys import ConfigKeys
-from .layers import TensorParallel
-from .loading import open_checkpoint
-from .registry import get_model_class, register_model
+from ..causal_lm import CausalLM
+from ..config import ConfigKeys, ModelConfig, parse_dtype, read_config
+from ..layers import TensorParallel
+from ..registry import get_model_class, register_model
+from .checkpoint import open_checkpoint
 
 
 def load_model(

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .config_keys import ConfigKeys
+from .keys import ConfigKeys
 
 OWN_CONFIG = "own_config"
 

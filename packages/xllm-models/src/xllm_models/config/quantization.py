@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .config_keys import ConfigKeys
+from .keys import ConfigKeys
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
 

@@ -1,0 +1,39 @@
+"""Reads config.json and generation_config.json of a checkpoint directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .keys import ConfigKeys
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory, its eos ids joined with those of generation_config.json.
+
+    FileNotFoundError for a directory or config.json that is not there, ValueError for one that is not a JSON object.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(f"model directory {directory} does not exist")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"model directory {directory} has no config.json")
+    raw = _read_json(path)
+    generation_path = directory / "generation_config.json"
+    if generation_path.is_file():
+        # Chat models often end a turn with tokens that only the generation config lists.
+        more = ConfigKeys(_read_json(generation_path), str(generation_path)).integers("eos_token_id")
+        ids = (*ConfigKeys(raw).integers("eos_token_id"), *more)
+        raw["eos_token_id"] = list(dict.fromkeys(ids)) or None
+    return raw
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    return raw
