@@ -47,8 +47,8 @@ def cases() -> Iterator[Case]:
         yield embedding._launch._kernel, [ids, B, B, "i32", "i32"], constants, {"num_warps": 4}
     rotary_types = [B, B, B, B, I, F, B, B, "fp32"]
     for norm_kind, half, pairs, rest in (
-        ("no", 64, (1, 64), 0),
-        ("no", 32, (2, 1), 64),
+        ("none", 64, (1, 64), 0),
+        ("none", 32, (2, 1), 64),
         ("weight", 64, (1, 64), 0),
         ("unit_offset", 64, (1, 64), 0),
         ("weight", 32, (1, 32), 64),
@@ -99,7 +99,9 @@ def compile_case(kernel: Any, types: list[str], constants: list[Any], options: d
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(source, target=TARGET, options=options).asm
     assert compiled["cubin"]
-    if kernel is rotary._rotary_kernel and constexprs["spread"] == 1:  # all that it loads has the shape it is used in
+    if (
+        kernel is rotary._rotary_kernel and constexprs["PAIR_STRIDE"] == 1
+    ):  # all that it loads has the shape it is used in
         assert "bar.sync" not in compiled["ptx"]
     if kernel.__name__ == "_rows_kernel":
         # The batch dimension of a product is the slowest one in shared memory. Where it is not, the rows that one

@@ -1,4 +1,4 @@
-"""What carries an all-reduce: the rule, the registration, and the calls of symmetric memory, its kernels replaced."""
+"""Transports: the rule, their registration, and the calls of symmetric memory with its kernels replaced by stubs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_rule(num_bytes: int, dtype: torch.dtype, offset: int, algorithm: Al
         (0, 0, 0, Algorithm.GROUP),
         (24, 24, 0, Algorithm.GROUP),
         (256, 256, 8, Algorithm.GROUP),
-        (48, 24, 0, Algorithm.GROUP),  # no rows that units divide
+        (48, 24, 0, Algorithm.GROUP),  # rows that are no multiple of 16 bytes
     ],
 )
 def test_the_rule_for_gathers(num_bytes: int, row_bytes: int, offset: int, algorithm: Algorithm) -> None:
@@ -146,7 +146,7 @@ def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup
             "all_gather_algorithms": {"raised": 1}, "transport": "for a test",
         }  # fmt: skip
         assert ops.traffic()["all_reduce"] == (before[0] + 3, before[1] + 3 * 12)
-        # What the transport has no kernel for is its sum, and the norm behind it.
+        # Without a fused kernel in the transport: its all-reduce, then the norm.
         x, residual, weight = torch.ones(1, 4), torch.zeros(1, 4), torch.ones(4)
         normed, total = ops.all_reduce_add_rms_norm_(x, residual, weight, 0.0, False, "doubled")
         assert (normed.tolist(), total.tolist()) == ([[0.0] * 4], [[-1.0] * 4])
@@ -164,7 +164,7 @@ def test_the_op_takes_the_transport_of_its_group(group: distributed.ProcessGroup
 def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """`SymmetricTransport` works on the CPU: one-shot gives three times the input, two-shot five times.
 
-    Is the memory that was shared, and the buffers that one-shot was called with.
+    Yields the symmetric memory, then the buffers of each one-shot call.
     """
     seen: list[Any] = []
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
@@ -176,7 +176,7 @@ def shared(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> 
     def rendezvous(tensor: torch.Tensor, with_group: distributed.ProcessGroup) -> Any:
         assert with_group is group
         assert not tensor[: RULE.two_shot_max_bytes].any()
-        assert set(tensor.unique().tolist()) <= {0, SENTINEL}  # made ready before another rank may write
+        assert set(tensor.unique().tolist()) <= {0, SENTINEL}  # initialized before a peer may write
         seen.append(tensor)
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()])
 
@@ -258,7 +258,7 @@ def test_norms_are_fused_with_one_shot_sums_of_whole_rows(group: distributed.Pro
     assert done[0] == "one_shot"
     assert torch.equal(done[1], x * 2)
     assert torch.equal(done[2], residual * 2)
-    assert transport.all_reduce_add_rms_norm(x, residual, weight, 1e-6, True) is None  # of which the kernel says no
+    assert transport.all_reduce_add_rms_norm(x, residual, weight, 1e-6, True) is None  # the kernel returns None
     for refused in (torch.ones(8), torch.ones(3, 6), torch.ones(0, 8), torch.ones(9, 8), torch.ones(2, 8).half()):
         assert transport.all_reduce_add_rms_norm(refused, refused, weight, 1e-6, False) is None
         assert bool((refused == 1).all())

@@ -1,1 +1,1 @@
-"""Triton implementations of the compute ops, for CUDA; `ops` imports them at the first call on such a device."""
+"""Triton kernels of the compute ops and collectives, for CUDA. `ops` imports a module at its first call on CUDA."""

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Gated activations in Triton. Formulas and roundings are those of `ops.activation`."""
+"""Gated activations in Triton. Formulas and rounding as in `ops.activation`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .prefetch import prefetch_share, prefetch_shares
 
 
 @triton.jit
-def _activate(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """fp32 -> fp32; KIND is "silu", "tanh" (gelu, approximated) or "none" (gelu)."""
-    if KIND == "silu":
+def _activate(gate: tl.tensor, FUNCTION: tl.constexpr) -> tl.tensor:
+    """fp32 -> fp32; FUNCTION is "silu", "tanh" (gelu, approximated) or "none" (gelu)."""
+    if FUNCTION == "silu":
         return gate * tl.sigmoid(gate)
-    if KIND == "tanh":
+    if FUNCTION == "tanh":
         # 0.5 * (1 + tanh(u)) is sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 * x^3).
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
@@ -35,7 +35,7 @@ def _gated_kernel(
     x_stride: tl.constexpr,
     size: tl.constexpr,
     BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
+    FUNCTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     if OVERLAP:
@@ -47,7 +47,7 @@ def _gated_kernel(
     mask = columns < size
     gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0)
     up = tl.load(x + row * x_stride + size + columns, mask=mask, other=0.0)
-    active = _activate(gate.to(tl.float32), KIND).to(gate.dtype)
+    active = _activate(gate.to(tl.float32), FUNCTION).to(gate.dtype)
     tl.store(out + row * size + columns, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
@@ -68,7 +68,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str, prefetch: torch.Tensor | Non
     return _gated("gelu_and_mul", x, approximate, prefetch)
 
 
-def _gated(name: str, x: torch.Tensor, kind: str, prefetch: torch.Tensor | None) -> torch.Tensor:
+def _gated(name: str, x: torch.Tensor, function: str, prefetch: torch.Tensor | None) -> torch.Tensor:
     if x.shape[-1] % 2:
         raise ValueError(f"{name} needs an even last dimension, got {x.shape[-1]}")
     size = x.shape[-1] // 2
@@ -81,5 +81,5 @@ def _gated(name: str, x: torch.Tensor, kind: str, prefetch: torch.Tensor | None)
         num_rows, num_blocks = rows.shape[0], -(-size // block)
         tensors = (rows, out, rows if prefetch is None else prefetch)
         scalars = prefetch_shares(prefetch, num_rows, num_rows * num_blocks)
-        _launch((num_rows, num_blocks, 1), tensors, scalars, (rows.stride(0), size, block, kind))
+        _launch((num_rows, num_blocks, 1), tensors, scalars, (rows.stride(0), size, block, function))
     return out

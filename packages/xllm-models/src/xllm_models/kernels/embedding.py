@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""A rank's share of an embedding in Triton: one program a block of a token's row. Formula of `ops.embedding`."""
+"""One rank's shard of an embedding in Triton, one program per block of a token's row. Formula as in `ops.embedding`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _shard_kernel(
     wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # A vocabulary's elements may be more than int32 counts.
+    # int64: a vocabulary can have more elements than int32 can index.
     row = tl.load(input_ids + token).to(tl.int64) - start
-    width = tl.where((row >= 0) & (row < count), size, 0)  # 0: nothing is read
+    width = tl.where((row >= 0) & (row < count), size, 0)  # 0: no lane is loaded
     value = tl.load(weight + row * row_stride + columns * column_stride, mask=columns < width, other=0.0)
     tl.store(out + token * size + columns, value, mask=columns < size)
 

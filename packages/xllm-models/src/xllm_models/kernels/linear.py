@@ -1,8 +1,9 @@
 # mypy: disallow-untyped-decorators=False
-"""x @ weight.T for the few rows of a decode step, in Triton; the framework's product for all else.
+"""Small-batch matrix product x @ weight.T in Triton, for decode steps of up to `MAX_ROWS` rows; else torch's.
 
-Reading the weight once is all the work there is, so each program streams some of its rows. Sums run in fp32 in an
-order that depends on shapes alone. M rows of x (at most `MAX_ROWS`), N rows of the weight, K features.
+At these sizes the product is bound by reading the weight from memory. Each program streams some rows of the weight and
+reads them once. Sums are taken in fp32 in an order that depends on shapes alone. M rows of x, N rows of the weight, K
+features.
 """
 
 from __future__ import annotations

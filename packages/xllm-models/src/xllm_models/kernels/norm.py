@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Root mean square norms in Triton: one program a row. The formula and its roundings are those of `ops.norm`."""
+"""RMSNorm in Triton, alone and fused with the residual add, one program per row. Formula and rounding: `ops.norm`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def norm_of(
     size: tl.constexpr,
     eps: tl.tensor,
     UNIT_OFFSET: tl.constexpr,
-    kind: tl.constexpr,
+    dtype: tl.constexpr,
 ) -> tl.tensor:
-    """The norm of one row of `size` in fp32, zeros behind it, times its factor; rounded to the dtype `kind`."""
+    """RMSNorm of one fp32 row of `size` elements, zero-padded to the block, times the weight; rounded to `dtype`."""
     normed = value * tl.rsqrt(tl.sum(value * value, axis=0) / size + eps)
     if UNIT_OFFSET:
         result = normed * (1.0 + factor)
     else:
-        result = factor * normed.to(kind).to(tl.float32)
-    return result.to(kind)
+        result = factor * normed.to(dtype).to(tl.float32)
+    return result.to(dtype)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _norm_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < size
     dtype = out.dtype.element_ty
-    # Volatile, so that both are under way at once: else the compiler puts the first off until it is used.
+    # Volatile loads, so that both are in flight together: the compiler would delay the first one until its use.
     factor = tl.load(weight + columns, mask=mask, other=0.0, volatile=True)
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0, volatile=True).to(tl.float32)
     factor = factor.to(tl.float32)
@@ -125,6 +125,6 @@ def _norm(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as [T, N] with adjacent features; a copy only where its strides leave no other way."""
+    """x as [T, N] with contiguous rows; copied only if no view has them."""
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-decorators=False
-"""Kernels that start while the one before them ends (programmatic dependent launch, from compute capability 9.0 on).
+"""Device side of programmatic dependent launch (PDL, compute capability 9.0): a kernel starts before the previous ends.
 
-Owns the one rule that makes it safe: a kernel launched so reads and writes nothing before `wait_for_previous`, and
-every one of its programs calls it. Then a kernel that has ended means that all before it have, as on any stream.
+Owns the rule that makes this safe: every program of a kernel launched with PDL calls `wait_for_previous` before it
+reads or writes memory. Prefetches may come before it. So kernels still complete in stream order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_previous(OVERLAP: tl.constexpr) -> None:
-    """First in a kernel: waits for the one before it, then lets the next one come and wait in turn."""
+    """Waits until the previous kernel has completed, then lets the next kernel start. First statement of a kernel."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""Compute ops and collectives, each one schema under `torch.ops.xllm`.
+"""Compute ops and collectives, registered under `torch.ops.xllm`.
 
 Compute ops are functional and return contiguous tensors; only collectives named with a trailing underscore write to
 their argument.

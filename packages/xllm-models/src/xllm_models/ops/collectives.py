@@ -155,7 +155,7 @@ def _all_gather_fake(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) 
 
 @define_op(fake=_all_gather_fake, collective=True)
 def all_gather(x: torch.Tensor, num_ranks: int, group: str, dim: int = 0) -> torch.Tensor:
-    """The ranks' x one after another along dimension `dim`, rank 0 first: [N, ...] -> [num_ranks * N, ...] for 0.
+    """Concatenation of the ranks' x along dimension `dim`, rank 0 first: [N, ...] -> [num_ranks * N, ...] for 0.
 
     A dimension other than 0 and 1 is a ValueError.
     """
@@ -175,9 +175,9 @@ def _reduce_scatter_fake(x: torch.Tensor, num_ranks: int, group: str) -> torch.T
 
 @define_op(fake=_reduce_scatter_fake, collective=True)
 def reduce_scatter(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    """The sum of the ranks' x, of which each keeps its rows: [num_ranks * N, ...] -> [N, ...], rank 0 the first.
+    """Sum of x over the ranks; rank r keeps the r-th part of the rows: [num_ranks * N, ...] -> [N, ...].
 
-    Rows that do not divide by `num_ranks` are a ValueError.
+    A number of rows that is not divisible by `num_ranks` is a ValueError.
     """
     process_group = _group_of(group, num_ranks)
     out = _reduce_scatter_fake(x, num_ranks, group)
@@ -194,6 +194,6 @@ def _broadcast_(x: torch.Tensor, source: int, group: str) -> None:
 
 
 def broadcast_(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
-    """Copy x of rank `source` of the group into everyone's x, in place (x contiguous); returns x."""
+    """Copy x of rank `source` of the group to x of all ranks, in place (x contiguous); returns x."""
     _broadcast_(x, source, group)
     return x

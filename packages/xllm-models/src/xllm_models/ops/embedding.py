@@ -23,10 +23,10 @@ def _embedding_shard(input_ids: torch.Tensor, weight: torch.Tensor, start: int, 
 
 
 def embedding_shard(input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Rows of the ids that this rank holds, zeros for all others: the ranks' results sum to the embedding.
+    """Embedding rows of the ids in this rank's shard, and zeros for other ids: the sum over the ranks is the embedding.
 
-    input_ids [T] int32 or int64, any values; weight [rows, N], whose first `count` rows are those of ids `start` and up
-    -> [T, N] of weight's dtype, contiguous. A count that weight does not hold is a ValueError.
+    input_ids [T] int32 or int64, any values; weight [rows, N], whose first `count` rows belong to ids `start` and up
+    -> [T, N] of weight's dtype, contiguous. A count beyond weight's rows is a ValueError.
     """
     if not 0 <= count <= weight.shape[0]:
         raise ValueError(f"count {count} is not within the weight's {weight.shape[0]} rows")

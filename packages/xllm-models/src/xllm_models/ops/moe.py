@@ -1,6 +1,6 @@
-"""Mixture of experts: routing, the experts' gated feed-forward and the weighted sum, as one op.
+"""Mixture of experts as one op: top-k routing, the experts' gated MLPs and the weighted sum.
 
-T tokens, E experts, k experts a token, N hidden, I features of one expert (on this rank).
+T tokens, E experts, k experts per token, N hidden, I features of one expert (on this rank).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def moe_static(
     top_k: int,
     normalize: bool,
 ) -> torch.Tensor:
-    """Every expert over every token: E / k times the work, but no shape depends on data, so a graph can hold it."""
+    """Runs every expert on every token: E / k times the work, but no shape depends on data, so it can be captured."""
     weights, experts = topk_softmax(router_logits, top_k, normalize)
     total = x.new_zeros(x.shape, dtype=torch.float32)
     for index in range(gate_up.shape[0]):
-        # A token has an expert at most once, so this is its weight or 0.
+        # A token selects an expert at most once, so the sum is that weight or 0.
         weight = (weights * (experts == index)).sum(-1, keepdim=True)
         total += _expert(x, gate_up[index], down[index]) * weight
     return total.to(x.dtype)
@@ -53,7 +53,7 @@ def _moe_cpu(
     top_k: int,
     normalize: bool,
 ) -> torch.Tensor:
-    """Each expert over its own tokens. The host waits for no device here, so shapes may depend on data."""
+    """Runs each expert on its own tokens. On the CPU, shapes that depend on data need no synchronization."""
     weights, experts = topk_softmax(router_logits, top_k, normalize)
     total = x.new_zeros(x.shape, dtype=torch.float32)
     order = experts.flatten().argsort(stable=True)
@@ -77,7 +77,7 @@ def moe(
 ) -> torch.Tensor:
     """sum over a token's top k experts of p_e * down_e(silu(gate_e(x)) * up_e(x)).
 
-    x [T, N]; router_logits [T, E]; gate_up [E, 2I, N], each expert's gate rows then its up rows; down [E, N, I]; p is
-    the softmax over all experts, with `normalize` divided by its sum over the k. The sum is taken in fp32.
+    x [T, N]; router_logits [T, E]; gate_up [E, 2I, N], per expert gate rows, then up rows; down [E, N, I]; p is the
+    softmax over all experts, with `normalize` divided by its sum over the k. The sum is taken in fp32.
     """
     return moe_static(x, router_logits, gate_up, down, top_k, normalize)

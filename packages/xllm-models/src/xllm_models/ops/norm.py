@@ -1,8 +1,8 @@
-"""Root mean square norms, alone and fused with the residual sum.
+"""RMSNorm ops, alone and fused with the residual add.
 
-T rows, N features. Both ops are functional: a fused in-place form moves the same bytes and saves only an
-allocation, which a captured graph serves from its pool for nothing, while new outputs never alias an input that a
-hook, a recorded graph or torch.compile still looks at.
+T rows, N features. Both ops are functional, unlike vLLM's. An in-place form moves the same bytes and saves
+only an allocation, which is free in a captured graph. New outputs never alias an input that a hook, a recorded graph or
+torch.compile still reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .triton_kernels import triton_kernel
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool) -> torch.Tensor:
-    """The formula of `rms_norm` in plain torch, of any strides."""
+    """The formula of `rms_norm` in plain torch, for any strides."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if unit_offset:
@@ -28,8 +28,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: boo
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
 
     x [..., N], any strides; weight [N] in x's dtype; the result is contiguous. The norm is taken in fp32, rounded
-    to x's dtype, then multiplied by the weight in that dtype: the order of roundings that HF transformers has for
-    Llama. With `unit_offset` the factor is 1 + weight and all is rounded once at the end, as it has for Gemma.
+    to x's dtype, then multiplied by the weight in that dtype: the same order as HF transformers has for
+    Llama. With `unit_offset` the factor is 1 + weight and the result is rounded once at the end, as HF does for Gemma.
     """
     return normalize(x, weight, eps, unit_offset).contiguous()
 
@@ -46,7 +46,7 @@ def fused_add_rms_norm(
     """The norm of x + residual, and the sum itself (rounded to x's dtype) as the next residual.
 
     x, residual [..., N]; weight [N]; both results are new and contiguous. `unit_offset` as in `rms_norm`. `prefetch` is
-    the weight of the product that comes next, for the device's cache to load meanwhile; no result depends on it.
+    the weight of the next matrix product, which the kernel prefetches into L2; no result depends on it.
     """
     total = (x + residual).contiguous()
     return normalize(total, weight, eps, unit_offset).contiguous(), total

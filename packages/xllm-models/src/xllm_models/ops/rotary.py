@@ -1,5 +1,4 @@
-"""Rotary position embedding of queries and keys from a table of cosines and sines, with or without their norms before
-it.
+"""Rotary position embedding of queries and keys, from a table of cosines and sines; also fused with their RMSNorm.
 
 Owns the rotation. The table (its frequencies and scaling) belongs to `layers.rotary`.
 T tokens, H query heads, K kv heads, D head dim, P positions of the table, R rotary features.

@@ -1,6 +1,6 @@
 """Triton implementations of ops, imported at the first call.
 
-Owns the lazy import alone. How an op is defined: `xllm_attention.op_library`.
+Owns the lazy import. `xllm_attention.op_library` defines ops.
 """
 
 from __future__ import annotations
