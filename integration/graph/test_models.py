@@ -19,6 +19,7 @@ def test_scenario(make_setup: MakeSetup, family: str, scenario: Scenario) -> Non
     setup = make_setup(family)
     scenario(setup.harness)
     stats = setup.executor.stats()
+    assert stats["steps"]
     assert set(stats["steps"]) <= {"decode_graph", "piecewise"}
     assert stats["graph_misses"] == {}
 

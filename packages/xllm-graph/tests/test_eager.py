@@ -15,6 +15,7 @@ from xllm_metadata import LayerCache, build_attention_metadata
 
 STEP = build_attention_metadata([2, 1], [2, 1], [[0], [1]], page_size=4)
 TOKENS = torch.tensor([4, 5, 6], dtype=torch.int32)
+NO_CONTEXT = "outside of a forward context"
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_the_callables_run_inside_the_context_after_one_plan(backend: AttentionB
     assert not hidden.requires_grad
     assert runner.execute(TOKENS, TOKENS, STEP, torch.tensor([1])).tolist() == [[5.0]]
     assert seen == [(True, (1,)), (True, (2,))]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=NO_CONTEXT):
         current_backend()
 
 
@@ -53,9 +54,9 @@ def test_a_failing_model_leaves_no_context_behind(backend: AttentionBackend) -> 
     def forward(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         raise KeyError("fault")
 
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="fault"):
         EagerRunner(forward, lambda hidden, indices: hidden, backend).execute(TOKENS, TOKENS, STEP, None)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=NO_CONTEXT):
         current_backend()
 
 

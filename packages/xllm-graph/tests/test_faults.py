@@ -1,15 +1,18 @@
-"""Faults of the kind that graphs hide, planted one by one: the suite must catch each."""
+"""Faults that graphs hide, planted one by one: a named check of a named scenario must find each."""
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from xllm_graph import CaptureError, EagerReason
-from xllm_graph.conformance import SCENARIOS, ConformanceError, Scenario
+from xllm_graph.conformance import SCENARIOS, Check, ConformanceError, Scenario
 from xllm_graph.inputs import TokenInputs
 from xllm_metadata import FIELDS, StaticAttentionMetadata
 
@@ -18,21 +21,91 @@ MakeSetup = Callable[..., Any]
 
 @pytest.fixture
 def place() -> tuple[str, str]:
-    """Recorded graphs only: on a device, an access out of bounds would end the process's use of it."""
+    """Recorded graphs only: an access out of bounds would end the process's use of a device."""
     return "recorded", "cpu"
 
 
 BY_NAME: dict[str, Scenario] = {scenario.__name__: scenario for scenario in SCENARIOS}  # type: ignore[attr-defined]
 
 
-def caught(setup: Any, *names: str) -> None:
-    """Every one of the named scenarios finds the fault, by a check or by an access out of bounds."""
-    for name in names:
-        with pytest.raises((ConformanceError, IndexError, ValueError, RuntimeError)):
-            BY_NAME[name](setup.harness)
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The error of a step that raises: its type, its message, and the function of the package that it comes from."""
+
+    error: type[Exception]
+    message: str
+    function: str
+
+
+# The harness poisons all inputs before a step: an index that a runner leaves out is out of bounds.
+POISON_IN_REPLAY = Cause(IndexError, "index out of range in self|is out of bounds for dimension", "replay")
+POISON_IN_PLAN = Cause(IndexError, "index out of range in self", "plan")
+OTHER_PLAN_LAYOUT = Cause(RuntimeError, "planned bucket .*; its graph was captured as", "execute")
+
+
+def assert_found(setup: Any, scenario: str, check: Check, cause: Cause | None = None) -> None:
+    """The named check of the scenario fails. `cause` is required for a step that raises.
+
+    An error of the planted code, in this file, is no finding.
+    """
+    with pytest.raises(ConformanceError) as caught:
+        BY_NAME[scenario](setup.harness)
+    assert caught.value.check is check, f"found by {caught.value.check}: {caught.value}"
+    if check is not Check.STEP_RAISED:
+        assert cause is None
+        return
+    assert cause is not None
+    error = caught.value.__cause__
+    assert type(error) is cause.error
+    assert re.search(cause.message, str(error))
+    functions: list[str] = []  # on the traceback, after the planted code if it is there
+    for frame in traceback.extract_tb(error.__traceback__):
+        functions = [] if frame.filename == __file__ else [*functions, frame.name]
+    assert cause.function in functions, "raised in the planted code"
+
+
+@pytest.mark.parametrize("error", [IndexError, ValueError, RuntimeError])
+def test_an_error_of_the_planted_code_is_no_finding(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    setup = make_setup()
+
+    def broken(self: TokenInputs, *args: Any) -> Any:
+        raise error("index out of range in self")
+
+    monkeypatch.setattr(TokenInputs, "copies", broken)
+    for function in ("replay", "plan", "execute"):
+        cause = Cause(error, "index out of range in self", function)
+        with pytest.raises(AssertionError, match="raised in the planted code"):
+            assert_found(setup, "shrinking_batches", Check.STEP_RAISED, cause)
+
+
+def test_a_bug_of_the_planted_code_is_not_caught(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = make_setup()
+    monkeypatch.setattr(TokenInputs, "copies", lambda self, *args: self.no_such_attribute)
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        BY_NAME["shrinking_batches"](setup.harness)
+
+
+def test_an_error_of_eager_execution_is_no_finding(make_setup: MakeSetup) -> None:
+    setup = make_setup(warm=False)
+
+    def broken(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the model raises")
+
+    setup.model.forward = broken
+    with pytest.raises(RuntimeError, match=r"^the model raises"):
+        BY_NAME["shrinking_batches"](setup.harness)
 
 
 TENSOR_FIELDS = [field.name for field in FIELDS if field.type.is_tensor and field.presence.value == "always"]
+# Which check finds a field that keeps the poison. The others are PADDED_CONTRACT.
+FOUND_BY: dict[str, tuple[Check, Cause | None]] = {
+    "slot_mapping": (Check.STEP_RAISED, POISON_IN_REPLAY),
+    "paged_kv_indptr": (Check.STEP_RAISED, POISON_IN_PLAN),
+    "paged_kv_indices": (Check.STEP_RAISED, POISON_IN_REPLAY),
+    "kv_cu_seq_lens": (Check.LOGITS, None),
+}
 
 
 @pytest.mark.parametrize("name", TENSOR_FIELDS)
@@ -46,11 +119,27 @@ def test_a_field_left_out_of_the_fill(make_setup: MakeSetup, monkeypatch: pytest
         self.buffer(name).copy_(before)
 
     monkeypatch.setattr(StaticAttentionMetadata, "fill", partial_fill)
-    caught(setup, "shrinking_batches")
+    assert_found(setup, "shrinking_batches", *FOUND_BY.get(name, (Check.PADDED_CONTRACT, None)))
 
 
-@pytest.mark.parametrize("buffer", ["tokens", "positions", "rows"])
-def test_an_input_left_out_of_the_fill(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, buffer: str) -> None:
+@pytest.mark.parametrize(
+    ("buffer", "scenario", "check", "cause"),
+    [
+        ("tokens", "shrinking_batches", Check.STEP_RAISED, POISON_IN_REPLAY),
+        ("tokens", "chunk_sizes", Check.STEP_RAISED, POISON_IN_REPLAY),
+        ("positions", "shrinking_batches", Check.LOGITS, None),
+        ("positions", "chunk_sizes", Check.LOGITS, None),
+        ("rows", "selected_logits", Check.STEP_RAISED, POISON_IN_REPLAY),
+    ],
+)
+def test_an_input_left_out_of_the_fill(
+    make_setup: MakeSetup,
+    monkeypatch: pytest.MonkeyPatch,
+    buffer: str,
+    scenario: str,
+    check: Check,
+    cause: Cause | None,
+) -> None:
     setup = make_setup()
     copies = TokenInputs.copies
 
@@ -59,10 +148,11 @@ def test_an_input_left_out_of_the_fill(make_setup: MakeSetup, monkeypatch: pytes
         return [pair for pair in copies(self, *args) if pair[0].data_ptr() != own]
 
     monkeypatch.setattr(TokenInputs, "copies", partial)
-    caught(setup, *("selected_logits",) if buffer == "rows" else ("shrinking_batches", "chunk_sizes"))
+    assert_found(setup, scenario, check, cause)
 
 
-def test_an_uncleared_tail(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scenario", ["shrinking_batches", "chunk_sizes"])
+def test_an_uncleared_tail(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, scenario: str) -> None:
     setup = make_setup()
     copies = TokenInputs.copies
 
@@ -70,7 +160,7 @@ def test_an_uncleared_tail(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatc
         return [pair for pair in copies(self, *args) if pair[1].data_ptr() == args[0].data_ptr() or pair[1] is args[1]]
 
     monkeypatch.setattr(TokenInputs, "copies", live)
-    caught(setup, "shrinking_batches", "chunk_sizes")
+    assert_found(setup, scenario, Check.STEP_RAISED, POISON_IN_REPLAY)
 
 
 @pytest.mark.parametrize("scenario", ["shrinking_batches", "chunk_sizes"])
@@ -89,24 +179,34 @@ def test_a_baked_in_branch(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(type(setup.backend), "_plan_step", peeking_plan)
     model.forward = lambda tokens, positions: forward(model, tokens, positions) * (2 if longest[0] > 3 else 1)
     setup.runners.warmup()
-    caught(setup, scenario)
+    assert_found(setup, scenario, Check.LOGITS)
 
 
-def test_a_reallocated_input_buffer(make_setup: MakeSetup) -> None:
+@pytest.mark.parametrize("scenario", ["shrinking_batches", "chunk_sizes"])
+def test_a_reallocated_input_buffer(make_setup: MakeSetup, scenario: str) -> None:
     setup = make_setup()
     for runner in (setup.decode, setup.piecewise):
         runner._inputs = TokenInputs(runner.buckets[-1], setup.backend.limits.device)
-    caught(setup, "shrinking_batches", "chunk_sizes")
+    assert_found(setup, scenario, Check.LOGITS)
 
 
 def test_a_reallocated_metadata_buffer(make_setup: MakeSetup) -> None:
     """The torch backend copies the plan to buffers of its own, so there it is those that must not move."""
     setup = make_setup()
     setup.backend._append_buffers = None
-    caught(setup, "shrinking_batches")
+    assert_found(setup, "shrinking_batches", Check.LOGITS)
 
 
-def test_a_stale_plan(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "check", "cause"),
+    [
+        ("other_lengths", Check.STEP_RAISED, OTHER_PLAN_LAYOUT),  # the plan of the prompt before
+        ("shrinking_batches", Check.LOGITS, None),  # the plan of the last capture
+    ],
+)
+def test_a_stale_plan(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, scenario: str, check: Check, cause: Cause | None
+) -> None:
     setup = make_setup()
     plan = setup.backend.plan
 
@@ -115,7 +215,7 @@ def test_a_stale_plan(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) ->
             plan(metadata)
 
     monkeypatch.setattr(setup.backend, "plan", stale)
-    caught(setup, "other_lengths", "shrinking_batches")
+    assert_found(setup, scenario, check, cause)
 
 
 def test_another_plan_layout_than_the_captured_one(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +223,14 @@ def test_another_plan_layout_than_the_captured_one(make_setup: MakeSetup, monkey
     request = setup.harness.add()
     setup.harness.step((request, 2))
     monkeypatch.setattr(type(setup.backend), "plan_layout", property(lambda self: "other"))
-    with pytest.raises(RuntimeError, match="planned bucket 1 as 'other'; its graph was captured as"):
+    message = "the step raised RuntimeError: .* planned bucket 1 as 'other'; its graph was captured as"
+    with pytest.raises(ConformanceError, match=message) as caught:
         setup.harness.step((request, 1))
+    assert caught.value.check is Check.STEP_RAISED
 
 
-def test_a_padding_row_of_length_1(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scenario", ["shrinking_batches", "every_live_size"])
+def test_a_padding_row_of_length_1(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, scenario: str) -> None:
     setup = make_setup()
     fill = StaticAttentionMetadata.fill
 
@@ -141,13 +244,12 @@ def test_a_padding_row_of_length_1(make_setup: MakeSetup, monkeypatch: pytest.Mo
             last[live:] = 1
 
     monkeypatch.setattr(StaticAttentionMetadata, "fill", long_rows)
-    caught(setup, "shrinking_batches", "every_live_size")
+    assert_found(setup, scenario, Check.STEP_RAISED, POISON_IN_REPLAY)
 
 
 def test_a_capture_that_never_happens(make_setup: MakeSetup) -> None:
     setup = make_setup(warm=False)
-    with pytest.raises(ConformanceError, match="steps ran eagerly"):
-        BY_NAME["all_under_graphs"](setup.harness)
+    assert_found(setup, "all_under_graphs", Check.EAGER_STEPS)
     reasons = setup.runners.stats.eager_reasons
     assert reasons[EagerReason.NOT_WARMED_UP.value] == sum(setup.runners.stats.steps.values())
 
@@ -168,7 +270,110 @@ def test_a_result_that_another_step_overwrites(make_setup: MakeSetup) -> None:
 
     model.forward = keeping
     setup.runners.warmup()
-    caught(setup, "kinds_in_turn")
+    assert_found(setup, "kinds_in_turn", Check.LOGITS)
+
+
+def test_a_padding_row_that_writes_to_the_cache(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = make_setup()
+    fill = StaticAttentionMetadata.fill
+    last_slot = setup.harness.limits.num_pages * setup.harness.limits.page_size - 1
+
+    def writing(self: StaticAttentionMetadata, metadata: Any, **kwargs: Any) -> None:
+        fill(self, metadata, **kwargs)
+        self.slot_mapping[metadata.slot_mapping.shape[0] :] = last_slot
+
+    monkeypatch.setattr(StaticAttentionMetadata, "fill", writing)
+    assert_found(setup, "shrinking_batches", Check.CACHE_UNTOUCHED)
+
+
+def test_a_row_without_logits_that_is_not_computed(make_setup: MakeSetup) -> None:
+    """Its keys and values are missing in the cache, which no logits of the step show."""
+    setup = make_setup()
+    execute = setup.harness._execute
+
+    def saving(tokens: torch.Tensor, positions: torch.Tensor, metadata: Any, rows: torch.Tensor | None) -> Any:
+        if rows is not None and not (metadata.is_prefill or metadata.is_chunked_prefill):
+            tokens = torch.zeros_like(tokens).index_copy(0, rows, tokens[rows])
+        return execute(tokens, positions, metadata, rows)
+
+    setup.harness._execute = saving
+    assert_found(setup, "selected_logits", Check.CACHE_CONTENTS)
+
+
+def test_hidden_states_in_another_order(make_setup: MakeSetup) -> None:
+    setup = make_setup()
+    execute = setup.harness._execute
+
+    def reversing(*step: Any) -> torch.Tensor:
+        return execute(*step) if step[-1] is not None else execute(*step).flip(0)
+
+    setup.harness._execute = reversing
+    assert_found(setup, "selected_logits", Check.HIDDEN_STATES)
+
+
+def test_another_greedy_token_within_the_tolerance(make_setup: MakeSetup) -> None:
+    """The two largest logits are closer than the tolerance, and further apart than the error."""
+    setup = make_setup(warm=False)
+    gap, head = 4e-5, setup.model.head
+    with torch.no_grad():
+        head.weight[1] = head.weight[0]
+        head.bias[:2] = torch.tensor([10, 10 - gap])
+    setup.runners.warmup()
+    execute = setup.harness._execute
+
+    def swapping(*step: Any) -> torch.Tensor:
+        logits = execute(*step).clone()
+        logits[:, 0] -= 0.7 * gap
+        logits[:, 1] += 0.7 * gap
+        return logits
+
+    setup.harness._execute = swapping
+    assert_found(setup, "shrinking_batches", Check.GREEDY)
+
+
+def test_a_rounding_of_the_graph_alone(make_setup: MakeSetup) -> None:
+    """The error is within the tolerance of the unpadded step; the padded inputs must give the same bits."""
+    setup = make_setup(warm=False)
+    model = setup.model
+    forward = type(model).forward
+
+    def rounding(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return forward(model, tokens, positions) * (1 + 2e-6 * setup.runtime.recording())
+
+    model.forward = rounding
+    setup.runners.warmup()
+    for scenario in ("shrinking_batches", "chunk_sizes"):
+        assert_found(setup, scenario, Check.PADDED_BITS)
+        setup.harness.clear()
+
+
+def test_a_padding_row_that_is_not_finite(make_setup: MakeSetup) -> None:
+    """A model that divides by the norm of attention's output, which is 0 in padding rows."""
+    setup = make_setup(warm=False)
+
+    def normalizing(attention: Any) -> Callable[..., torch.Tensor]:
+        def forward(*qkv: torch.Tensor) -> torch.Tensor:
+            out = attention(*qkv)
+            return out / out.norm(dim=-1, keepdim=True)
+
+        return forward
+
+    for layer in setup.model.attn:
+        layer.forward = normalizing(layer.forward)
+    setup.runners.warmup()
+    for scenario in ("every_live_size", "chunk_sizes"):
+        assert_found(setup, scenario, Check.PADDED_FINITE)
+        setup.harness.clear()
+
+
+def test_logits_that_depend_on_the_chunks_of_a_prompt(make_setup: MakeSetup) -> None:
+    """A model that gives all tokens of a step one position, under graphs as eagerly."""
+    setup = make_setup(warm=False)
+    model = setup.model
+    forward = type(model).forward
+    model.forward = lambda tokens, positions: forward(model, tokens, positions.max().expand_as(positions))
+    setup.runners.warmup()
+    assert_found(setup, "chunk_sizes", Check.CHUNKED_LOGITS)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ Owns the requests, the poison, the comparison and the scenarios. Imports no test
 scenario and a way to make a `ReplayHarness`, and gets a `ConformanceError` that says what differs.
 """
 
-from .comparison import ConformanceError
+from .comparison import Check, ConformanceError
 from .harness import Execute, Limits, ReplayHarness
 from .scenarios import SCENARIOS, Scenario
 from .workload import MixedWorkload
 
-__all__ = ["SCENARIOS", "ConformanceError", "Execute", "Limits", "MixedWorkload", "ReplayHarness", "Scenario"]
+__all__ = ["SCENARIOS", "Check", "ConformanceError", "Execute", "Limits", "MixedWorkload", "ReplayHarness", "Scenario"]

@@ -1,49 +1,99 @@
-"""What counts as equal, and the error that says what does not. Owns no tensor."""
+"""The checks of the conformance suite by name, the tensor comparisons behind them, and their error."""
 
 from __future__ import annotations
+
+from enum import Enum
 
 import torch
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Largest error of graph against eager on unpadded inputs, relative to the largest value (or 1): row counts change the
-order of sums."""
+"""Largest error of graph execution against eager execution of the unpadded step, relative to the largest value (or 1).
+It isn't 0, since a GEMM with another number of rows may sum in another order."""
+
+
+class Check(Enum):
+    """What a step of the suite is checked for, in the order in which a step runs the checks."""
+
+    STEP_RAISED = "step_raised"  # the executor raised for a step that eager execution serves
+    LOGITS = "logits"  # within the tolerance of eager execution
+    HIDDEN_STATES = "hidden_states"  # the same, for a step without logits
+    GREEDY = "greedy"  # the largest logit is the one of eager execution
+    CACHE_CONTENTS = "cache_contents"  # keys and values in the step's slots
+    CACHE_UNTOUCHED = "cache_untouched"  # no other slot has changed
+    PADDED_CONTRACT = "padded_contract"  # the padded metadata keeps the metadata contract
+    PADDED_FINITE = "padded_finite"  # no NaN or infinity in any row of the graph's outputs, padding included
+    PADDED_BITS = "padded_bits"  # bit-equal to eager execution of the same padded inputs and plan
+    # Checks of whole scenarios.
+    CHUNKED_LOGITS = "chunked_logits"  # eager execution gives a prompt the same logits whole and in chunks
+    EAGER_STEPS = "eager_steps"  # no step ran eagerly
 
 
 class ConformanceError(AssertionError):
-    """A step under a graph differs from the same step run eagerly, or breaks a promise of its runner."""
+    """A step of the executor under test failed a check.
+
+    Attributes:
+        check: which one.
+    """
+
+    def __init__(self, check: Check, message: str) -> None:
+        super().__init__(check, message)
+        self.check = check
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
-def check_close(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Checks two tensors of any shape within the tolerance of their dtype; returns the largest error."""
-    if ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
-        raise ConformanceError(f"{what} is {list(ours.shape)} {ours.dtype}; eager {list(theirs.shape)} {theirs.dtype}")
-    if ours.numel() == 0:
+def check_close(check: Check, name: str, actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Compares two tensors of any shape within the tolerance of their dtype; returns the largest error.
+
+    Raises:
+        ConformanceError: another shape or dtype, a value that is not finite, or a larger error.
+    """
+    if actual.shape != expected.shape or actual.dtype is not expected.dtype:
+        raise ConformanceError(
+            check,
+            f"{name}: shape {list(actual.shape)} {actual.dtype}; eager has {list(expected.shape)} {expected.dtype}",
+        )
+    if actual.numel() == 0:
         return 0.0
-    if not bool(torch.isfinite(ours).all()):
-        raise ConformanceError(f"{what} is not finite")
-    scale = max(1.0, float(theirs.abs().max()))
-    error = float((ours.double() - theirs.double()).abs().max())
-    if not error <= TOLERANCES[ours.dtype] * scale:
-        raise ConformanceError(f"{what} differs by {error:.3g} from eager, of values up to {scale:.3g}")
+    if not bool(torch.isfinite(actual).all()):
+        raise ConformanceError(check, f"{name}: NaN or infinity")
+    scale = max(1.0, float(expected.abs().max()))
+    error = float((actual.double() - expected.double()).abs().max())
+    if not error <= TOLERANCES[actual.dtype] * scale:
+        raise ConformanceError(check, f"{name}: differs from eager by {error:.3g}; values are up to {scale:.3g}")
     return error
 
 
-def check_greedy(ours: torch.Tensor, theirs: torch.Tensor, error: float) -> None:
-    """Checks that the greedy tokens of logits [n, vocab] agree wherever the error does not decide between two."""
-    if ours.numel() == 0:
+def check_greedy(actual: torch.Tensor, expected: torch.Tensor, error: float) -> None:
+    """Compares the greedy tokens of logits [n, vocab], except in rows whose two largest logits differ by at most
+    `error`.
+
+    Raises:
+        ConformanceError: another token.
+    """
+    if actual.numel() == 0:
         return
-    first, second = theirs.topk(2, dim=-1).values.double().unbind(-1)
-    differs = (ours.argmax(-1) != theirs.argmax(-1)) & (first - second > error)
+    first, second = expected.topk(2, dim=-1).values.double().unbind(-1)
+    differs = (actual.argmax(-1) != expected.argmax(-1)) & (first - second > error)
     if bool(differs.any()):
-        raise ConformanceError(f"greedy tokens of rows {differs.nonzero()[:, 0].tolist()} differ from eager")
+        raise ConformanceError(
+            Check.GREEDY, f"greedy tokens of rows {differs.nonzero()[:, 0].tolist()} differ from eager"
+        )
 
 
-def check_bits(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Checks that two tensors hold the same bytes."""
-    if ours.shape != theirs.shape or not torch.equal(as_bytes(ours), as_bytes(theirs)):
-        raise ConformanceError(f"{what} is not bit-equal to eager on the same padded inputs and plan")
+def check_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compares two tensors byte for byte.
+
+    Raises:
+        ConformanceError: another shape or other bytes.
+    """
+    if actual.shape != expected.shape or not torch.equal(as_bytes(actual), as_bytes(expected)):
+        raise ConformanceError(
+            Check.PADDED_BITS, f"{name}: not bit-equal to eager execution of the same padded inputs and plan"
+        )
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, NaN included."""
+    """The tensor as uint8, so that equal NaNs compare as equal. [..., last * itemsize]"""
     return tensor.contiguous().view(torch.uint8)

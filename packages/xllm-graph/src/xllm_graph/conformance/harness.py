@@ -25,7 +25,7 @@ from xllm_metadata import (
 from ..decode import DecodeGraphRunner
 from ..piecewise import PiecewiseGraphRunner
 from ..runner_set import RunnerSet
-from .comparison import ConformanceError, as_bytes, check_bits, check_close, check_greedy
+from .comparison import Check, ConformanceError, as_bytes, check_bits, check_close, check_greedy
 
 Execute = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
 """(tokens, positions, metadata, logits_indices) -> logits or hidden states, as `Runner.execute`."""
@@ -152,20 +152,34 @@ class ReplayHarness:
         if isinstance(runner, DecodeGraphRunner | PiecewiseGraphRunner):
             runner.poison_inputs()
         before = [as_bytes(tensor).clone() for tensor in self._caches]
-        ours = self._execute(tokens, positions, metadata, rows)
-        theirs = self._reference(tokens, positions, metadata, rows)
-        error = check_close("logits", ours, theirs)
-        check_greedy(ours, theirs, error)
+        expected = self._reference(tokens, positions, metadata, rows)
+        actual = self._run(tokens, positions, metadata, rows)
+        error = check_close(Check.LOGITS, "logits", actual, expected)
+        check_greedy(actual, expected, error)
         self._check_caches(metadata, before)
         if isinstance(runner, DecodeGraphRunner | PiecewiseGraphRunner):
             self._check_padded(runner)
-        return theirs
+        return expected
 
     def step_hidden(self, *parts: tuple[int, int]) -> None:
         """Runs one step that asks for hidden states, and checks those."""
         metadata, tokens, positions = self._build(parts)
-        ours = self._execute(tokens, positions, metadata, None)
-        check_close("hidden states", ours, self._reference(tokens, positions, metadata, None))
+        expected = self._reference(tokens, positions, metadata, None)
+        actual = self._run(tokens, positions, metadata, None)
+        check_close(Check.HIDDEN_STATES, "hidden states", actual, expected)
+
+    def _run(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Runs a step that the reference has served. Errors of any other type are bugs, and are not caught."""
+        try:
+            return self._execute(tokens, positions, metadata, logits_indices)
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise ConformanceError(Check.STEP_RAISED, f"the step raised {type(error).__name__}: {error}") from error
 
     def _build(self, parts: Sequence[tuple[int, int]]) -> tuple[AttentionMetadata, torch.Tensor, torch.Tensor]:
         page_size = self.limits.page_size
@@ -206,12 +220,13 @@ class ReplayHarness:
     def _check_caches(self, metadata: AttentionMetadata, before: Sequence[torch.Tensor]) -> None:
         slots = metadata.slot_mapping.long()
         pages, offsets = slots // self.limits.page_size, slots % self.limits.page_size
-        for layer, (ours, theirs, old) in enumerate(zip(self._caches, self._reference_caches, before, strict=True)):
-            check_close(f"what was written to cache {layer}", ours[pages, offsets], theirs[pages, offsets])
-            now = as_bytes(ours).clone()
+        for layer, (actual, expected, old) in enumerate(zip(self._caches, self._reference_caches, before, strict=True)):
+            name = f"written slots of cache {layer}"
+            check_close(Check.CACHE_CONTENTS, name, actual[pages, offsets], expected[pages, offsets])
+            now = as_bytes(actual).clone()
             now[pages, offsets] = old[pages, offsets]
             if not torch.equal(now, old):
-                raise ConformanceError(f"cache {layer} changed outside of the step's slots")
+                raise ConformanceError(Check.CACHE_UNTOUCHED, f"cache {layer} changed outside of the step's slots")
 
     def _check_padded(self, runner: DecodeGraphRunner | PiecewiseGraphRunner) -> None:
         if isinstance(runner, DecodeGraphRunner):
@@ -225,15 +240,17 @@ class ReplayHarness:
                     page_size=self.limits.page_size,
                 )
             except ValueError as error:
-                raise ConformanceError(f"the padded step breaks the contract: {error}") from error
+                raise ConformanceError(
+                    Check.PADDED_CONTRACT, f"the padded metadata breaks the contract: {error}"
+                ) from error
         outputs = runner.padded_outputs()
         names = ("hidden states", "logits")
         # Copied before the next use of the pool, which owns them.
         graph = [(name, out.clone()) for name, out in zip(names, outputs, strict=True) if out is not None]
-        for (name, ours), theirs in zip(graph, runner.run_padded_eagerly(), strict=False):
-            if not bool(torch.isfinite(ours).all()):
-                raise ConformanceError(f"{name} of a padding row are not finite")
-            check_bits(name, ours, theirs)
+        for (name, actual), expected in zip(graph, runner.run_padded_eagerly(), strict=False):
+            if not bool(torch.isfinite(actual).all()):
+                raise ConformanceError(Check.PADDED_FINITE, f"{name}: NaN or infinity in a padding row")
+            check_bits(name, actual, expected)
 
 
 def _live(metadata: StaticAttentionMetadata) -> AttentionMetadata:

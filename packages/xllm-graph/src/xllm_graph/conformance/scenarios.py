@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .comparison import ConformanceError, check_close
+from .comparison import Check, ConformanceError, check_close
 from .harness import ReplayHarness
 
 Scenario = Callable[[ReplayHarness], None]
@@ -77,7 +77,7 @@ def chunk_sizes(harness: ReplayHarness) -> None:
         copy = harness.copy(whole)
         for start in range(0, length, size):
             logits = harness.step((copy, min(size, length - start)))
-        check_close(f"logits of chunks of {size}", logits, expected)
+        check_close(Check.CHUNKED_LOGITS, f"eager logits of chunks of {size}", logits, expected)
         harness.drop(copy)
 
 
@@ -156,7 +156,8 @@ def all_under_graphs(harness: ReplayHarness) -> None:
     kinds_in_turn(harness)
     steps = harness.runners.stats.steps
     if not steps or steps.get("eager", 0):
-        raise ConformanceError(f"steps ran eagerly: {dict(steps)}, {dict(harness.runners.stats.eager_reasons)}")
+        reasons = dict(harness.runners.stats.eager_reasons)
+        raise ConformanceError(Check.EAGER_STEPS, f"steps ran eagerly: {dict(steps)}, {reasons}")
 
 
 SCENARIOS: Sequence[Scenario] = (
