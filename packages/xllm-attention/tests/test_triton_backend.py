@@ -194,11 +194,13 @@ torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 decode = kind == "decode"
 tiles = (decode_tiles if decode else prefill_tiles)(spec, torch_dtype)
 cache = (32 * head_dim, 2 * head_dim, head_dim, 1)
+caches = {"K_CACHE_STRIDES": cache, "V_CACHE_STRIDES": cache}
 rows = ((2 * group + 4) * head_dim, head_dim, 1)
 d_pad = triton.next_power_of_2(head_dim)
 data = {name: "*" + dtype for name in ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr")}
 build(append_kernel, {**data, "slots_ptr": "*i32"},
-      {"STRIDES": rows * 2 + cache * 2, "PAGE_SIZE": 16, "K": 2, "D": head_dim, "K_PAD": 2, "D_PAD": d_pad}, {})
+      {"K_STRIDES": rows, "V_STRIDES": rows, **caches, "PAGE_SIZE": 16, "K": 2, "D": head_dim, "K_PAD": 2,
+       "D_PAD": d_pad}, {})
 pointers = ("kv_indptr_ptr", "qo_indptr_ptr", "table_indptr_ptr", "slots_ptr", "pages_ptr", "kept_ptr", "items_ptr")
 build(worklist_kernel, {name: "*i32" for name in pointers},
       {"G": group, "WINDOW": window, "DECODE": decode, "BLOCK_M": tiles.block_m, "UNIT": tiles.block_n,
@@ -206,8 +208,9 @@ build(worklist_kernel, {name: "*i32" for name in pointers},
 data = {name: "*" + dtype for name in ("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr", "k_cache_ptr", "v_cache_ptr")}
 data |= {"items_ptr": "*i32", "pages_ptr": "*i32", "arrived_ptr": "*i32", "partial_ptr": "*fp32", "state_ptr": "*fp32"}
 build(attend_kernel, data,
-      {"STRIDES": rows * 3 + (2 * group * head_dim, head_dim, 1) + cache * 2, "scale": 0.1, "soft_cap": cap, "G": group,
-       "K": 2, "D": head_dim, "D_PAD": d_pad, "PAGE_SIZE": 16, "WINDOW": window, "CAP": cap > 0, "DECODE": decode,
+      {"Q_STRIDES": rows, "K_NEW_STRIDES": rows, "V_NEW_STRIDES": rows,
+       "OUT_STRIDES": (2 * group * head_dim, head_dim, 1), **caches, "scale": 0.1, "soft_cap": cap, "G": group, "K": 2,
+       "D": head_dim, "D_PAD": d_pad, "PAGE_SIZE": 16, "WINDOW": window, "CAP": cap > 0, "DECODE": decode,
        "PAGED": paged, "IEEE": dtype == "fp32", "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
        "R": tiles.kept_rows, "BLOCK_C": tiles.block_c, "PDL": decode},
       {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers,

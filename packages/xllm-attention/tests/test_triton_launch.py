@@ -51,8 +51,8 @@ from xllm_attention.triton_launch import KeyedLauncher
 k = torch.zeros(4, 2, 16)
 cache, slots = torch.zeros(8, 4, 2, 16), torch.zeros(4, dtype=torch.int32)
 arguments = (k, k, cache, cache, slots)
-constants = {"STRIDES": (*k.stride(), *k.stride(), *cache.stride(), *cache.stride()), "PAGE_SIZE": 4, "K": 2, "D": 16,
-             "K_PAD": 2, "D_PAD": 16}
+constants = {"K_STRIDES": k.stride(), "V_STRIDES": k.stride(), "K_CACHE_STRIDES": cache.stride(),
+             "V_CACHE_STRIDES": cache.stride(), "PAGE_SIZE": 4, "K": 2, "D": 16, "K_PAD": 2, "D_PAD": 16}
 options = {"num_warps": 4, "maxnreg": None, "launch_pdl": True}
 launch = KeyedLauncher(append_kernel)
 launch.prepare("one", arguments, constants, options)

@@ -1,4 +1,4 @@
-"""Writing a step's keys and values into the paged cache, as one kernel. Any strides; offsets in int64."""
+"""Appends a step's keys and values to the paged cache in one kernel. Any strides; offsets in int64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...triton_launch import KeyedLauncher, alignment
 
 
 class Append:
-    """Appends the keys and values of a step to the caches; keeps its compiled kernels."""
+    """Launches `append_kernel` for a step; keeps its compiled variants."""
 
     def __init__(self) -> None:
         self._launch = KeyedLauncher(append_kernel)
@@ -26,38 +26,53 @@ class Append:
         if num_tokens == 0:
             return
         _, page_size, num_kv_heads, head_dim = k_cache.shape
-        strides = (*k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride())
+        strides = {
+            "K_STRIDES": k.stride(),
+            "V_STRIDES": v.stride(),
+            "K_CACHE_STRIDES": k_cache.stride(),
+            "V_CACHE_STRIDES": v_cache.stride(),
+        }
         constants = {
-            "STRIDES": strides,
+            **strides,
             "PAGE_SIZE": page_size,
             "K": num_kv_heads,
             "D": head_dim,
             "K_PAD": triton.next_power_of_2(num_kv_heads),
             "D_PAD": triton.next_power_of_2(head_dim),
         }
-        key = (*strides, page_size, num_kv_heads, head_dim, k.dtype, *alignment(k, v, k_cache, v_cache, slots))
+        key = (*strides.values(), page_size, num_kv_heads, head_dim, k.dtype, *alignment(k, v, k_cache, v_cache, slots))
         self._launch(key, (num_tokens, 1, 1), (k, v, k_cache, v_cache, slots), constants, {"num_warps": 4})
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def append_kernel(
     k_ptr: tl.tensor, v_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, slots_ptr: tl.tensor,
-    STRIDES: tl.constexpr, PAGE_SIZE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr,
-    D_PAD: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_CACHE_STRIDES: tl.constexpr, V_CACHE_STRIDES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr, D_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program a token. STRIDES of k, v (token, head, element) and of the caches (page, place, head, element)."""
+    """Writes one token per program. Strides in elements: (token, head, dim), of caches (page, slot, head, dim)."""
+    k_stride_token, k_stride_head, k_stride_dim = K_STRIDES[0], K_STRIDES[1], K_STRIDES[2]
+    v_stride_token, v_stride_head, v_stride_dim = V_STRIDES[0], V_STRIDES[1], V_STRIDES[2]
+    k_cache_stride_page, k_cache_stride_slot = K_CACHE_STRIDES[0], K_CACHE_STRIDES[1]
+    k_cache_stride_head, k_cache_stride_dim = K_CACHE_STRIDES[2], K_CACHE_STRIDES[3]
+    v_cache_stride_page, v_cache_stride_slot = V_CACHE_STRIDES[0], V_CACHE_STRIDES[1]
+    v_cache_stride_head, v_cache_stride_dim = V_CACHE_STRIDES[2], V_CACHE_STRIDES[3]
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot < 0:
         return
     page = slot // PAGE_SIZE
-    place = slot % PAGE_SIZE
+    page_slot = slot % PAGE_SIZE
     head = tl.arange(0, K_PAD)[:, None].to(tl.int64)
     element = tl.arange(0, D_PAD)[None, :].to(tl.int64)
-    inside = (head < K) & (element < D)
-    k = tl.load(k_ptr + token * STRIDES[0] + head * STRIDES[1] + element * STRIDES[2], mask=inside, other=0.0)
-    v = tl.load(v_ptr + token * STRIDES[3] + head * STRIDES[4] + element * STRIDES[5], mask=inside, other=0.0)
-    k_place = k_cache_ptr + page * STRIDES[6] + place * STRIDES[7] + head * STRIDES[8] + element * STRIDES[9]
-    v_place = v_cache_ptr + page * STRIDES[10] + place * STRIDES[11] + head * STRIDES[12] + element * STRIDES[13]
-    tl.store(k_place, k, mask=inside)
-    tl.store(v_place, v, mask=inside)
+    mask = (head < K) & (element < D)
+    k_source = k_ptr + token * k_stride_token + head * k_stride_head + element * k_stride_dim
+    k = tl.load(k_source, mask=mask, other=0.0)
+    v_source = v_ptr + token * v_stride_token + head * v_stride_head + element * v_stride_dim
+    v = tl.load(v_source, mask=mask, other=0.0)
+    k_target = k_cache_ptr + page * k_cache_stride_page + page_slot * k_cache_stride_slot
+    k_target = k_target + head * k_cache_stride_head + element * k_cache_stride_dim
+    v_target = v_cache_ptr + page * v_cache_stride_page + page_slot * v_cache_stride_slot
+    v_target = v_target + head * v_cache_stride_head + element * v_cache_stride_dim
+    tl.store(k_target, k, mask=mask)
+    tl.store(v_target, v, mask=mask)

@@ -54,7 +54,7 @@ class TritonBackend(AttentionBackend):
         limits = self.limits
         self._caches = tuple(caches)
         self._append, self._attend = Append(), KeyedLauncher(attend_kernel)
-        self._strides = tuple((*k.stride(), *v.stride()) for k, v in caches)
+        self._strides = tuple((k.stride(), v.stride()) for k, v in caches)
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):
             self._lists = {decode: self._work_lists(decode) for decode in (True, False)}
@@ -112,9 +112,14 @@ class TritonBackend(AttentionBackend):
         caches, group = self._caches[layer_id], self.group_of_layer[layer_id]
         spec, tiles = work.spec, work.tiles
         q, k, v, out = rows
-        strides = (*q.stride(), *k.stride(), *v.stride(), *out.stride(), *self._strides[layer_id])
+        k_cache_strides, v_cache_strides = self._strides[layer_id]
         constants = {
-            "STRIDES": strides,
+            "Q_STRIDES": q.stride(),
+            "K_NEW_STRIDES": k.stride(),
+            "V_NEW_STRIDES": v.stride(),
+            "OUT_STRIDES": out.stride(),
+            "K_CACHE_STRIDES": k_cache_strides,
+            "V_CACHE_STRIDES": v_cache_strides,
             "scale": spec.scale,
             "soft_cap": spec.logits_soft_cap,
             "G": spec.group_size,
@@ -139,6 +144,7 @@ class TritonBackend(AttentionBackend):
             "maxnreg": tiles.max_registers,
             "launch_pdl": pdl,
         }
+        strides = (q.stride(), k.stride(), v.stride(), out.stride(), k_cache_strides, v_cache_strides)
         return (group, self._decode, self._paged, pdl, strides, alignment(*rows, *caches)), constants, options
 
     def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:
