@@ -1,8 +1,8 @@
-"""Requests of equal length for the sweep, and their steps built as a C++ host builds them: few, wide operations.
+"""Builds the steps of the sweep's requests, which all have the same length, with few vectorized operations per step.
 
-Owns the page tables and the pinned memory of the steps. The reference builder of `xllm_metadata` is made to be read,
-not to be fast, and would be most of a decode step's time. Like a host that keeps its page tables from step to step,
-this one writes and sends again only what changes: tokens, positions, slots and lengths.
+Owns the page tables and the pinned memory of the steps. The reference builder of `xllm_metadata` is written for
+readability and would take most of a decode step's time. Like a C++ host that keeps its page tables between steps, this
+one rewrites and copies only the fields that change: tokens, positions, slots and lengths.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Step:
 
 
 class StepBuilder:
-    """Builds one step after another in two memories by turns: a step can be built and handed over while the device is
-    at the one before. The one before that it must have passed.
+    """Builds steps in a double buffer: a step can be built and submitted while the device runs the previous one.
+
+    The step before that must have completed.
 
     Args:
-        max_num_seqs: requests.
-        max_len: tokens of a request.
+        max_num_seqs: number of requests.
+        max_len: tokens per request.
         device: where steps run.
     """
 
@@ -43,7 +44,7 @@ class StepBuilder:
         self._device = device
         pages = -(-max_len // PAGE_SIZE)
         self.num_pages = max_num_seqs * pages
-        # Scattered pages, as they are after a while.
+        # Scattered pages, as in a server that has run for some time.
         order = np.random.default_rng(0).permutation(self.num_pages)
         self._tables = order.astype(np.int32).reshape(max_num_seqs, pages)
         self._shapes: dict[tuple[int, int, int, int, int], _Shape] = {}
@@ -52,9 +53,9 @@ class StepBuilder:
         """The step in which each of `requests` gets tokens from position `first` on.
 
         Args:
-            requests: which ones, B of them.
-            first: position of the first token of each.
-            tokens: [B, n] int32; or [B] on the device, one for each, taken as they are when the device comes to them.
+            requests: range of B requests.
+            first: position of each request's first token.
+            tokens: [B, n] int32 on the host; or [B] on the device, one per request, read when the device runs the step.
         """
         num_seqs, count = tokens.shape if tokens.ndim == 2 else (len(tokens), 1)
         pages = -(-(first + count) // PAGE_SIZE)
@@ -66,7 +67,7 @@ class StepBuilder:
 
 
 class _Shape:
-    """Memory of the same requests' steps of as many tokens and pages: one copy takes a step to the device."""
+    """Buffers of the steps of one shape (requests, tokens, pages). One copy transfers a step to the device."""
 
     def __init__(self, tables: np.ndarray, count: int, device: torch.device) -> None:
         num_seqs, pages = tables.shape
@@ -103,7 +104,7 @@ class _Shape:
         self._slots = numbers["slot_mapping"].reshape(num_seqs, count)
         self._last_page_len = numbers["paged_kv_last_page_len"]
         self._kv_cu_seq_lens = numbers["kv_cu_seq_lens"]
-        # Made once and changed in place, which a frozen value would cost several microseconds a step.
+        # Mutable and reused: creating a frozen value takes several microseconds per step.
         self._metadata: Any = self._described()
         self._step = self._of(self._fields["tokens"])
 
@@ -116,7 +117,7 @@ class _Shape:
         )
 
     def step(self, first: int, tokens: np.ndarray | torch.Tensor) -> Step:
-        """The step that begins at position `first` of every request."""
+        """Fills and returns the step that begins at position `first` of every request."""
         end = first + self._count
         if isinstance(tokens, np.ndarray):
             self._tokens[:] = tokens
@@ -137,7 +138,7 @@ class _Shape:
         return self._step if isinstance(tokens, np.ndarray) else self._of(tokens)
 
     def _described(self) -> SimpleNamespace:
-        """The metadata of all steps, but for what `step` sets."""
+        """The metadata of all steps of this shape, without the fields that `step` sets."""
         device, host, decode = self._fields, self._mirrors, self._count == 1
         members = dict.fromkeys(field.name for field in FIELDS) | {
             "slot_mapping": device["slot_mapping"],

@@ -1,10 +1,10 @@
-"""All-reduces, with norms behind them too, and the gathering of logits between ranks of one host, by every way.
+"""Time of all-reduce, fused all-reduce and norm, and all-gather of logits between ranks of one host, per algorithm.
 
     python benchmarks/collectives.py --tp 2 [--out benchmarks/results/collectives-tp2-h200.json]
 
-A time is that of one call among many in one captured graph, which is how a decode step makes them; copies into and out
-of shared memory are part of it. Rank 0 measures. On a CPU, which captures nothing, the calls follow each other; that
-shows only that the benchmark works. The limits of `TransportRule.measured` are read off the table that this prints.
+A time is the mean of many calls in one captured graph, as in a decode step, copies into and out of symmetric memory
+included. Rank 0 measures. On a CPU the calls run eagerly, which shows only that the benchmark works. The limits of
+`TransportRule.measured` were chosen from the table that this prints.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from xllm_models.ops import (
 
 PAYLOADS = (*(1 << exponent for exponent in range(11, 27)), 112 * 2048)  # bytes; the last is 112 rows of 1024
 VOCABULARY = 151936
-ROWS = (1, 8, 16, 112)  # of decode steps, as padded for a graph
-CALLS = 56  # in one graph, as two a layer in 28 layers
+ROWS = (1, 8, 16, 112)  # of decode steps, padded to graph buckets
+CALLS = 56  # per graph: two per layer of 28 layers
 BUFFER_BYTES = max(PAYLOADS)
-ONE_SHOT_BYTES, GATHER_BYTES = 4 << 20, 18 << 20  # what our kernels take
+ONE_SHOT_BYTES, GATHER_BYTES = 4 << 20, 18 << 20  # limits of the kernels
 
 
 class TorchOneShot:
-    """torch's one-shot, whose ranks meet twice a call where ours meet once: for comparison."""
+    """torch's one-shot all-reduce, for comparison: two barriers per call, where ours polls for data."""
 
     def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory
@@ -51,55 +51,59 @@ class TorchOneShot:
         self._name = group.group_name
 
     def all_reduce_(self, x: torch.Tensor) -> None:
-        """Sum x in place."""
+        """Sum x over the ranks, in place."""
         shared = self._memory[: x.numel()].view(x.shape)
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._name, x)
 
 
 def transports(group: distributed.ProcessGroup, device: torch.device) -> dict[str, Transport]:
-    """Every way of ours as a transport that knows no other, the group's own first."""
+    """Each algorithm as a transport that uses no other one, the group's own backend first."""
     own = GroupTransport(group)
-    ways: dict[str, Transport] = {own.name: own}
+    algorithms: dict[str, Transport] = {own.name: own}
     if "symmetric memory" in str(group_stats()["tp"]["transport"]).split(",")[0]:
         for name, one_shot in (("one_shot", ONE_SHOT_BYTES), ("two_shot", 0)):
             rule = TransportRule(
                 one_shot_max_bytes=one_shot, two_shot_max_bytes=BUFFER_BYTES, gather_max_bytes=GATHER_BYTES
             )
-            ways[name] = SymmetricTransport(group, device, rule)
-    return ways
+            algorithms[name] = SymmetricTransport(group, device, rule)
+    return algorithms
 
 
-def measure(place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for every way and payload, on one rank."""
-    device = torch.device(place.device)
+def measure(context: ranks.RankContext, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per algorithm and payload, on one rank."""
+    device = torch.device(context.device)
     group = distributed.group.WORLD
     assert group is not None
     rows = []
-    ways = transports(group, device)
-    sums: dict[str, Callable[[torch.Tensor], object]] = {name: way.all_reduce_ for name, way in ways.items()}
-    if "one_shot" in ways:
+    algorithms = transports(group, device)
+    sums: dict[str, Callable[[torch.Tensor], object]] = {
+        name: transport.all_reduce_ for name, transport in algorithms.items()
+    }
+    if "one_shot" in algorithms:
         sums["torch_one_shot"] = TorchOneShot(group, device).all_reduce_
     for name, all_reduce_ in sums.items():
         for num_bytes in sorted(map(int, arguments.payloads.split(","))):
             if name == "one_shot" and num_bytes > ONE_SHOT_BYTES:
                 continue
-            x = torch.full((num_bytes // 2048, 1024), place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
-            _check(all_reduce_, x.clone(), place.tp.size)
+            x = torch.full((num_bytes // 2048, 1024), context.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
+            _check(all_reduce_, x.clone(), context.tp.size)
             samples = _times(partial(all_reduce_, x), arguments, device)
             rows.append({"kind": "all_reduce", "name": name, "bytes": num_bytes, "us": _summary(samples)})
-    return rows + _norms(ways, place, arguments) + _logits(ways, place, arguments)
+    return rows + _norms(algorithms, context, arguments) + _logits(algorithms, context, arguments)
 
 
-def _norms(ways: dict[str, Transport], place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A sum taken into the residual and normed, apart and, where there is such a kernel, at once."""
-    device = torch.device(place.device)
+def _norms(
+    algorithms: dict[str, Transport], context: ranks.RankContext, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """All-reduce, residual add and norm: separately, and fused where there is such a kernel."""
+    device = torch.device(context.device)
     rows = []
     for num_rows in ROWS:
-        x = torch.full((num_rows, 1024), place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
+        x = torch.full((num_rows, 1024), context.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
         residual, weight = torch.ones_like(x), torch.ones(1024, dtype=x.dtype, device=device)
-        for name, transport in ways.items():
+        for name, transport in algorithms.items():
             operands = (residual, weight, 1e-6, False)
-            calls = {name: partial(_apart, transport, x, *operands)}
+            calls = {name: partial(_unfused, transport, x, *operands)}
             fused = partial(transport.all_reduce_add_rms_norm, x, *operands)
             if fused() is not None:
                 calls[f"{name}, fused"] = fused
@@ -109,26 +113,28 @@ def _norms(ways: dict[str, Transport], place: ranks.Place, arguments: argparse.N
     return rows
 
 
-def _apart(transport: Transport, x: torch.Tensor, *operands: Any) -> object:
+def _unfused(transport: Transport, x: torch.Tensor, *operands: Any) -> object:
     transport.all_reduce_(x)
     return fused_add_rms_norm(x, *operands)
 
 
-def _logits(ways: dict[str, Transport], place: ranks.Place, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The gathering of logits by the group and, where there is one, by the one-shot kernel; with their rows joined."""
-    device, size = torch.device(place.device), place.tp.size
+def _logits(
+    algorithms: dict[str, Transport], context: ranks.RankContext, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """All-gather of logits along the vocabulary, by the group and, where it is available, by the one-shot kernel."""
+    device, size = torch.device(context.device), context.tp.size
     rows = []
     for num_rows in ROWS:
         shape = (num_rows, VOCABULARY // size)
-        shard = torch.full(shape, place.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
-        for name, transport in ways.items():
+        shard = torch.full(shape, context.tp.rank + 1.0, dtype=torch.bfloat16, device=device)
+        for name, transport in algorithms.items():
             if name == "two_shot":  # gathers as one_shot does
                 continue
             out = shard.new_empty((num_rows, size * shape[1]))
             joined = partial(transport.all_gather_into, out, shard, 1)
             joined()
             if out.view(num_rows, size, -1).float().mean(dim=2)[0].tolist() != [rank + 1.0 for rank in range(size)]:
-                raise RuntimeError(f"{name} gathers {num_rows} rows wrongly")
+                raise RuntimeError(f"{name} gathers wrong values for {num_rows} rows")
             row = {"kind": "logits", "name": name, "rows": num_rows, "bytes": shard.numel() * shard.element_size()}
             rows.append(row | {"us": _summary(_times(joined, arguments, device))})
     return rows
@@ -142,7 +148,7 @@ def _check(all_reduce_: Callable[[torch.Tensor], object], x: torch.Tensor, size:
 
 
 def _times(call: Callable[[], object], arguments: argparse.Namespace, device: torch.device) -> list[float]:
-    """Microseconds of one call, in some runs of `CALLS`."""
+    """Microseconds per call, one sample per run of `CALLS` calls."""
     count = CALLS if device.type == "cuda" else 2
 
     def several() -> None:
@@ -178,7 +184,7 @@ def _summary(samples: list[float]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: the ways of sums, of sums with a norm behind them, and of gathering logits."""
+    """Markdown tables of all-reduce, of all-reduce with a norm, and of the all-gather of logits, by algorithm."""
     headed = (
         ("all_reduce", "", ""),
         ("norm", "rows of 1024, sum and norm", "rows"),
@@ -189,7 +195,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _side_by_side(rows: list[dict[str, Any]], heading: str, key: str) -> str:
-    """The ways in columns, a line for each number of bytes, which follows another key where there is one."""
+    """A table with a column per algorithm and a line per number of bytes, after another key if there is one."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     times = {(row["name"], row["bytes"]): row["us"]["median"] for row in rows}
     keys = dict.fromkeys((*([row[key]] if key else []), row["bytes"]) for row in sorted(rows, key=_bytes))

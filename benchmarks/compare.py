@@ -1,4 +1,4 @@
-"""Compares two result files of one benchmark and flags what differs by more than noise.
+"""Compares two result files of one benchmark and flags differences larger than the noise.
 
     python benchmarks/compare.py BEFORE.json AFTER.json [--noise 0.03] [--check]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-KEYS = ("tp", "mode", "batch", "name", "backend", "kind", "context")  # what tells the rows of a list apart
+KEYS = ("tp", "mode", "batch", "name", "backend", "kind", "context")  # identify a row of a list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
-"""Greedy sampling: each row's most likely token, left where the next step can take it and where the host reads it.
+"""Greedy sampling: each row's most likely token, on the device for the next step and in pinned memory for the host.
 
-Stands for the sampler of a serving framework, which has one of its own: on a CUDA device a single launch, behind which
-nothing needs to be copied.
+It takes the part of a serving framework's sampler. On CUDA it is one kernel, which writes both and needs no copy.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-PARTS = 16  # programs a row: one of 150,000 numbers keeps a multiprocessor busy too long
+PARTS = 16  # programs per row: one program would take too long for 150,000 logits
 BLOCK = 2048
 
 
 class Picked:
-    """Tokens that are picked once the device has come so far."""
+    """Sampled tokens, valid after the device has reached their event."""
 
     def __init__(self, on_host: np.ndarray, event: torch.cuda.Event | None) -> None:
         self._on_host = on_host
         self._event = event
 
     def wait(self) -> np.ndarray:
-        """The tokens [n] int32, once the device is through; the same memory again two indices later."""
+        """Waits for the device; returns the tokens [n] int32, in memory that is reused two indices later."""
         if self._event is not None:
             self._event.synchronize()
         return self._on_host
@@ -33,14 +32,14 @@ class Greedy:
     """Picks tokens of up to `max_rows` rows of logits.
 
     Args:
-        max_rows: rows of a step at most.
-        device: where logits lie.
+        max_rows: most rows of a step.
+        device: device of the logits.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
         self._tokens = torch.empty(max_rows, dtype=torch.int32, device=device)
-        # Two steps' tokens: one is read while the device picks the next one's.
+        # Double buffer: the host reads one step's tokens while the device samples the next one's.
         self._on_host = torch.empty((2, max_rows), dtype=torch.int32, pin_memory=on_cuda)
         self._numbers = self._on_host.numpy()
         self._values = torch.empty((max_rows, PARTS), dtype=torch.float32, device=device)
@@ -49,12 +48,12 @@ class Greedy:
         self._events = [torch.cuda.Event() for _ in range(2)] if on_cuda else None
 
     def __call__(self, logits: torch.Tensor, rows: slice, index: int) -> Picked:
-        """The index of the largest of each row [n, vocab], the first of equals, NaN aside.
+        """Index of the largest logit of each row, the first one of equals; rows hold no NaN.
 
         Args:
             logits: [n, vocab].
-            rows: which n of `max_rows` they are.
-            index: of the tokens in their sequences.
+            rows: their n rows among `max_rows`.
+            index: position of the tokens in the output.
         """
         turn = index % 2
         on_device, on_host = self._tokens[rows], self._on_host[turn, rows]
@@ -69,7 +68,7 @@ class Greedy:
         return Picked(self._numbers[turn, rows], event)
 
     def last(self, rows: slice) -> torch.Tensor:
-        """Where the device leaves the last tokens of these rows: [n] int32, ordered on the stream of the calls."""
+        """Device buffer of the last tokens of these rows: [n] int32, ordered on the stream of the calls."""
         return self._tokens[rows]
 
 
@@ -81,36 +80,47 @@ def pick(
     indices: torch.Tensor,
     arrived: torch.Tensor,
 ) -> None:
-    """Writes the picks of logits [n, vocab] to tokens [n], on the device, and on_host [n], in memory it can write to.
+    """Samples logits [n, vocab] to tokens [n], on the device, and to on_host [n], in pinned memory.
 
-    Of scratch it takes values and indices [at least n, PARTS] and arrived [at least n], which is 0 between calls.
+    Scratch: values and indices [at least n, PARTS], and arrived [at least n], which is 0 between calls.
     """
     num_rows, vocabulary = logits.shape
-    span = -(-vocabulary // (PARTS * BLOCK)) * BLOCK
+    chunk = -(-vocabulary // (PARTS * BLOCK)) * BLOCK
     _pick_kernel[(PARTS, num_rows)](
-        logits, tokens, on_host, values, indices, arrived, vocabulary, logits.stride(0), span, PARTS, BLOCK, num_warps=4
+        logits,
+        tokens,
+        on_host,
+        values,
+        indices,
+        arrived,
+        vocabulary,
+        logits.stride(0),
+        chunk,
+        PARTS,
+        BLOCK,
+        num_warps=4,
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pick_kernel(
     logits: tl.tensor, tokens: tl.tensor, on_host: tl.tensor, values: tl.tensor, indices: tl.tensor,
-    arrived: tl.tensor, vocabulary: tl.constexpr, stride: tl.constexpr, span: tl.constexpr, PARTS: tl.constexpr,
+    arrived: tl.tensor, vocabulary: tl.constexpr, stride: tl.constexpr, chunk: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program finds the largest of its part of a row; the row's last one to end picks among the parts."""
+    """A program reduces one chunk of a row; the row's last program to finish reduces the chunks' results."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    place = tl.full([BLOCK], vocabulary, tl.int32)
-    for start in range(0, span, BLOCK):
-        index = part * span + start + tl.arange(0, BLOCK)
+    position = tl.full([BLOCK], vocabulary, tl.int32)
+    for start in range(0, chunk, BLOCK):
+        index = part * chunk + start + tl.arange(0, BLOCK)
         value = tl.load(logits + row * stride + index, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
         more = value > best
         best = tl.where(more, value, best)
-        place = tl.where(more, index, place)
+        position = tl.where(more, index, position)
     top = tl.max(best, 0)
     tl.store(values + row * PARTS + part, top)
-    tl.store(indices + row * PARTS + part, tl.min(tl.where(best == top, place, vocabulary), 0))
+    tl.store(indices + row * PARTS + part, tl.min(tl.where(best == top, position, vocabulary), 0))
     tl.debug_barrier()
     if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
         parts = row * PARTS + tl.arange(0, PARTS)

@@ -2,8 +2,8 @@
 
     python benchmarks/loading.py [--device cpu] [--gigabytes 2] [--repeats 5] [--out FILE.json]
 
-Each load runs in a process of its own, the two kinds in turn, from a warm page cache. load_file's time includes the
-copy of every tensor into memory that is allocated before; load_model's includes the model's construction.
+Each load runs in its own process, alternating between the two loaders, from a warm page cache. The time of load_file
+includes a copy of every tensor into allocated memory; that of load_model includes the model's construction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from xllm_models import load_model
 
-# A Llama of about 64 MB a layer in bf16.
+# A Llama with about 64 MB per layer in bf16.
 LAYER_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -94,7 +94,7 @@ def plain_load(directory: Path, device: str) -> Callable[[], object]:
 
 
 def measure(kind: str, directory: Path, device: str) -> dict[str, float]:
-    """Seconds of one load in this process, and the peak of its anonymous memory in bytes."""
+    """Seconds of one load in this process, and its peak anonymous memory in bytes."""
     torch.empty(1, device=device)
     load: Callable[[], object]
     load = plain_load(directory, device) if kind == "load_file" else lambda: load_model(directory, device=device)

@@ -1,4 +1,4 @@
-"""Models of the benchmarks: real shapes, random weights, whole or as the share of one tensor-parallel rank."""
+"""Models of the benchmarks: real shapes with random weights, whole or as the shard of one tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-# Of the weights. The small one's are large, and its head its own: its answers vary with all that it has read.
+# Standard deviation of the weights. The small model has large weights and an untied head, so that its output depends on
+# the whole input.
 _STD = {"qwen3-0.6b": 0.02, "small": 0.2}
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype, tp: TensorParallel | None = None) -> CausalLM:
-    """The model with random weights; the ranks of `tp` hold shares of the one that a single rank has."""
+    """The model with random weights; the ranks of `tp` hold shards of the model that a single rank has."""
     model = get_model_class(SHAPES[shape]["model_type"])(SHAPES[shape], device=device, dtype=dtype)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -40,7 +41,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, tp: Tenso
 
 @torch.no_grad()
 def _share(whole: CausalLM, tp: TensorParallel) -> CausalLM:
-    """One rank's share of a whole model, as loading a checkpoint of it would give."""
+    """One rank's shard of a whole model, as loading its checkpoint would give."""
     share = type(whole)(whole.config, device=whole.device, dtype=whole.dtype, tp=tp)
     for name, module in share.named_modules():
         owner = whole.get_submodule(name)

@@ -2,8 +2,8 @@
 
     python benchmarks/ops.py [--device cuda] [--dtype bfloat16] [--out FILE.json]
 
-Shapes are Qwen3-0.6B's. Call cost is the host's time for one call while the device runs behind (CUDA), or the whole
-time (CPU). Device time is that of one call among many in a captured graph, over fresh weights (CUDA only).
+Shapes are Qwen3-0.6B's. Call cost is the host's time of one asynchronous call (CUDA), or the whole time (CPU).
+Device time is the mean of many calls in a captured graph, each over its own weights (CUDA only).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def cases(num_tokens: int, device: str, dtype: torch.dtype) -> dict[str, Call]:
 
 
 def call_cost_us(call: Call, device: str, repeats: int = 7, calls: int = 200) -> float:
-    """Median over the repeats of the mean time of a call, in microseconds; the device is idle when they begin."""
+    """Median over the repeats of the mean time per call, in microseconds. Each repeat starts with an idle device."""
     for _ in range(10):
         call()
     times = []
@@ -115,7 +115,7 @@ def repeated(call: Call, times: int) -> Call:
 
 
 def matrix_chain(num_tokens: int, dtype: torch.dtype, linear: Callable[..., Any]) -> dict[str, float]:
-    """Device time in us of all matrix products of a decode step, each over its own weight, and of one of each kind."""
+    """Device time in us of all matrix products of a decode step, each with its own weight, and of one per matrix."""
     weights = {
         name: [(torch.randn(*shape, device="cuda") * 0.02).to(dtype) for _ in range(LAYERS)]
         for name, shape in MATRICES.items()

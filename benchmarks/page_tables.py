@@ -1,9 +1,9 @@
-"""Fills the tables of docs/graphs.md and docs/tensor-parallel.md from results of the sweep, collectives and tests.
+"""Fills the tables of docs/graphs.md and docs/tensor-parallel.md from the result files.
 
     python benchmarks/page_tables.py [--check]
 
-A table stands between `<!-- table of FILE.json -->` and `<!-- end of table -->`; a pattern stands for several files of
-tests. --check writes nothing and fails when a table is not what the results say.
+A table is between `<!-- table of FILE.json -->` and `<!-- end of table -->`; a glob pattern selects several files of
+tests. --check writes nothing and fails when a table differs from the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TABLE = re.compile(r"(<!-- table of (\S+\.json) -->\n\n).*?(?=<!-- end of table
 
 
 def filled(page: str) -> str:
-    """The page with every table made anew."""
+    """The page with every table regenerated."""
     return _TABLE.sub(lambda match: match[1] + _table_of(match[2]) + "\n", page)
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         if not check:
             page.write_text(text)
         elif before != text:
-            sys.exit(f"{page.name} is not what the results say: run benchmarks/page_tables.py")
+            sys.exit(f"{page.name} has a table that differs from the results: run benchmarks/page_tables.py")
 
 
 if __name__ == "__main__":

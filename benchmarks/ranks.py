@@ -1,7 +1,6 @@
-"""Runs one function on several tensor-parallel ranks of this host, each a process of its own, and ends them together.
+"""Launches one function on several tensor-parallel ranks of this host, one process each, and ends them together.
 
-Owns the processes, the store through which they meet, and the limits of their time. What a rank does belongs to the
-caller, who gives a function that can be pickled.
+Owns the processes, their rendezvous store and their timeouts. The caller supplies a picklable function.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from torch import distributed
 from xllm_executor import tensor_parallel
 from xllm_models import TensorParallel
 
-GRACE_S = 3.0  # what the others have, once a rank is gone, to say something of their own
+GRACE_S = 3.0  # after one rank is gone, the time for the others to report their own error
 HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where one rank runs."""
+class RankContext:
+    """One rank's group and device."""
 
     tp: TensorParallel
     device: str
@@ -35,14 +34,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How ranks meet, and how long they may take.
+    """How ranks are connected, and their timeouts.
 
     Attributes:
-        device: a kind such as "cuda", of which rank r takes number r; with a number, all ranks share that one.
-        backend: of torch.distributed; empty takes the device's usual one.
-        symmetric_memory: as of `tensor_parallel.join`.
-        timeout_s: for all of it.
-        end_s: from the last result to the end of the last process, the end of graphs and groups included.
+        device: a type such as "cuda", where rank r takes index r; with an index, all ranks share that device.
+        backend: of torch.distributed; empty selects the device's default.
+        symmetric_memory: see `tensor_parallel.join`.
+        timeout_s: from the start to the last result.
+        end_s: from the last result to the exit of the last process, which destroys graphs and groups first.
     """
 
     device: str
@@ -54,25 +53,25 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the ranks came to."""
+    """Results of the ranks."""
 
     values: tuple[Any, ...]  # by rank
-    end_s: float  # as in `Options`, measured
+    end_s: float  # measured; see `Options`
 
 
-def launch(work: Callable[[Place, Any], Any], argument: Any, size: int, options: Options) -> Outcome:
-    """Runs `work(place, argument)` on every rank, inside of their group.
+def launch(work: Callable[[RankContext, Any], Any], argument: Any, size: int, options: Options) -> Outcome:
+    """Runs `work(context, argument)` on every rank, with their process group registered.
 
     Raises:
-        RuntimeError: a rank ended badly, or the time is over; names it. No process is left.
+        RuntimeError: a rank failed or timed out; the message names it. No process is left.
     """
-    context = get_context("spawn")
+    spawn = get_context("spawn")
     store = distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     receivers, processes = [], []
     for rank in range(size):
-        receiver, sender = context.Pipe(duplex=False)
-        place = Place(tp=TensorParallel(rank=rank, size=size), device=_device(options.device, rank, size))
-        process = context.Process(target=_rank, args=(work, argument, place, options, store.port, sender))
+        receiver, sender = spawn.Pipe(duplex=False)
+        context = RankContext(tp=TensorParallel(rank=rank, size=size), device=_device(options.device, rank, size))
+        process = spawn.Process(target=_rank, args=(work, argument, context, options, store.port, sender))
         process.start()
         sender.close()
         receivers.append(receiver)
@@ -86,27 +85,32 @@ def launch(work: Callable[[Place, Any], Any], argument: Any, size: int, options:
 
 
 def _rank(
-    work: Callable[[Place, Any], Any], argument: Any, place: Place, options: Options, port: int, sender: Connection
+    work: Callable[[RankContext, Any], Any],
+    argument: Any,
+    context: RankContext,
+    options: Options,
+    port: int,
+    sender: Connection,
 ) -> None:
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
-    if place.tp.size > 1:
+    if context.tp.size > 1:
         tensor_parallel.join(
-            rank=place.tp.rank,
-            size=place.tp.size,
+            rank=context.tp.rank,
+            size=context.tp.size,
             host=HOST,
             port=port,
             prefix="ranks",
             backend=options.backend,
-            device=place.device,
+            device=context.device,
             timeout=120.0,
             symmetric_memory=options.symmetric_memory,
         )
-    sender.send(work(place, argument))
+    sender.send(work(context, argument))
     tensor_parallel.leave()
 
 
 def _end_with_the_launcher() -> None:
-    """A launcher that is killed ends nobody; a rank may be in a kernel that waits for ever for another rank's."""
+    """Exits with the launcher. A killed launcher cannot end the ranks, and a rank may poll in a kernel without end."""
     launcher = parent_process()
     assert launcher is not None
     launcher.join()
@@ -133,14 +137,14 @@ def _collect(receivers: Sequence[Connection], processes: Sequence[Any], options:
     for rank, process in enumerate(processes):
         process.join(max(0.0, start + options.end_s - time.monotonic()))
         if process.is_alive():
-            raise RuntimeError(f"rank {rank} had its result, and did not end within {options.end_s:g} s")
+            raise RuntimeError(f"rank {rank} returned its result, but did not exit within {options.end_s:g} s")
     end_s = time.monotonic() - start
     _check(processes, values)
     return Outcome(values=tuple(values[rank] for rank in range(len(processes))), end_s=end_s)
 
 
 def _check(processes: Sequence[Any], values: dict[int, Any]) -> None:
-    """Raises for the rank that is gone, after the others had time to end by themselves."""
+    """Raises for the rank that is gone, after the others had time to exit."""
     if all(
         process.exitcode is None or (process.exitcode == 0 and rank in values) for rank, process in enumerate(processes)
     ):
@@ -149,7 +153,7 @@ def _check(processes: Sequence[Any], values: dict[int, Any]) -> None:
     for process in processes:
         process.join(max(0.0, limit - time.monotonic()))
     codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode is not None}
-    # One that a signal ended comes first: the others fail for want of it.
+    # A rank that a signal killed comes first: the others fail because of it.
     rank = min(codes, key=lambda rank: (codes[rank] >= 0, codes[rank] == 0 and rank in values, rank))
     code = codes[rank]
     how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"

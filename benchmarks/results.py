@@ -1,7 +1,7 @@
-"""What every benchmark writes beside its numbers: when, on what, with which versions and by which command.
+"""Writes and reads result files: numbers of a benchmark with a stamp of date, device, versions, commit and command.
 
-A result file is one JSON object {"benchmark": name, "stamp": ..., "results": ...}. Files that the documentation quotes
-lie in benchmarks/results/; tables and plots are made from them.
+A result file is one JSON object {"benchmark": name, "stamp": ..., "results": ...}. The files in benchmarks/results/ are
+the source of the documentation's tables and plots.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read(path: Path, benchmark: str) -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    # The module that is in use: a copy elsewhere on the path may come without metadata and hide an installed version.
+    # Of the module in use: a copy elsewhere on the path may have no metadata and hide an installed version.
     loaded = sys.modules.get(name.removesuffix("-python"))
     if (version := getattr(loaded, "__version__", None)) is not None:
         return str(version)
@@ -65,9 +65,9 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str:
-    # A copy of the tree may come without its history, or with another: whoever made it may say which commit it is.
-    if told := os.environ.get("XLLM_COMMIT"):
-        return told
+    # A copy of the tree may lack its history, or have another one. XLLM_COMMIT then names the commit.
+    if commit := os.environ.get("XLLM_COMMIT"):
+        return commit
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
@@ -88,7 +88,7 @@ def _cpu_name() -> str:
 
 
 def _relative(arguments: list[str]) -> list[str]:
-    """Without the folders of this machine: paths in the project from its root, others by their name."""
+    """Arguments without the folders of this machine: paths in the project relative to its root, others by file name."""
     short = []
     for argument in arguments:
         path = Path(argument)

@@ -1,8 +1,8 @@
-"""What one step costs on the way from C++ to Python, as a ratio to a plain pybind11 call of the same run.
+"""Cost of calling one step from C++ into Python, as a ratio to a plain pybind11 call of the same run.
 
     python benchmarks/step.py PROGRAM [--device cuda] [--out FILE.json]
 
-PROGRAM is the built integration/bridge/step_benchmark, whose source says what is timed.
+PROGRAM is the built integration/bridge/step_benchmark; its source describes the timed calls.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import results
 
 
 def main() -> None:
-    """Runs the program and prints a table; writes the numbers where asked."""
+    """Runs the program and prints a table; writes the numbers to --out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("program", type=Path)
-    parser.add_argument("--device", default="cpu", help="where the tensors of a step lie")
+    parser.add_argument("--device", default="cpu", help="device of a step's tensors")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--repeats", type=int, default=5)

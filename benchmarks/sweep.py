@@ -3,17 +3,16 @@
     python benchmarks/sweep.py [--batches 1,8,16,100] [--tp 1,2] [--out benchmarks/results/sweep-h200.json]
     python benchmarks/table.py benchmarks/results/sweep-h200.json
 
-Every batch is a number of prompts of equal length, all there at the beginning. TTFT is the time until the host has the
-first token of all of them; TPOT is the time of the other tokens, divided by their number less one. Weights are random,
-sampling is greedy. On a CPU a small model runs, on recorded graphs, to show that the benchmark works and not how fast
-anything is.
+A batch is a number of prompts of equal length that all arrive at the start. TTFT is the time until the host has the
+first token of every prompt. TPOT is the time of the tokens after the first, divided by their number. Weights are
+random, sampling is greedy. On a CPU a small model runs on recorded graphs, which shows only that the benchmark works.
 
-The host reads the tokens of every step before it builds the next step. The rows of mode `overlapped`, of the same
-executor as mode `graph`, are of a host with overlapped scheduling: it builds and hands over a step while the device is
-at the one before, whose tokens that step takes from where the sampler leaves them, and reads those behind it.
+The host reads the tokens of every step before it builds the next step. Mode `overlapped` uses the executor of mode
+`graph` with overlapped scheduling: the host builds and submits a step while the device runs the previous one. The step
+reads its tokens from the sampler's device buffer; the host reads them later.
 
-With `--tp` the same is measured on so many tensor-parallel ranks, each a process on a device of its own; all of them on
-one device where `--device` has a number. Every rank has all logits, so each samples for itself; rank 0 measures.
+With `--tp` the same is measured on that number of tensor-parallel ranks, one process and device each, or all on one
+device where `--device` has an index. Every rank has all logits and samples for itself; rank 0 measures.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ TOKENS_PER_STEP = 8192
 
 
 class Bench:
-    """One model, or a rank's share of it, one set of caches, and an executor for each mode."""
+    """One model or one rank's shard of it, one set of caches, and the executors of the modes."""
 
-    def __init__(self, arguments: argparse.Namespace, place: ranks.Place | None = None) -> None:
-        place = place or ranks.Place(tp=TensorParallel(), device=arguments.device)
+    def __init__(self, arguments: argparse.Namespace, context: ranks.RankContext | None = None) -> None:
+        context = context or ranks.RankContext(tp=TensorParallel(), device=arguments.device)
         self.arguments = arguments
-        self.device = torch.device(place.device)
-        self.leads = place.tp.rank == 0
+        self.device = torch.device(context.device)
+        self.leads = context.tp.rank == 0
         self.batches = [int(part) for part in arguments.batches.split(",")]
         self.max_len = arguments.input_len + arguments.output_len
-        self.model = random_model(arguments.shape, self.device, getattr(torch, arguments.dtype), place.tp)
+        self.model = random_model(arguments.shape, self.device, getattr(torch, arguments.dtype), context.tp)
         self.builder = StepBuilder(max_num_seqs=max(self.batches), max_len=self.max_len, device=self.device)
         self._sample = Greedy(max(self.batches), self.device)
         self.caches = [
@@ -81,7 +80,7 @@ class Bench:
 
     @contextmanager
     def executor(self, mode: str, **more: object) -> Iterator[ModelExecutor]:
-        """An executor of the mode, warmed up; further options override the mode's."""
+        """A warmed-up executor of the mode; further options override those of the mode."""
         on_cuda = self.device.type == "cuda"
         options: dict[str, object] = {
             "python_graph_backend": {"eager": "off", "graph": "cudagraphs" if on_cuda else "recorded"}.get(mode, mode),
@@ -114,15 +113,15 @@ class Bench:
         Args:
             executor: of a mode, see `executor`.
             batch: prompts.
-            overlap: whether steps are handed over while the device is at the one before.
-            margins: [batch, output_len] gets by how much the first logit exceeds the second, at the cost of true times.
+            overlap: submit a step while the device runs the previous one.
+            margins: [batch, output_len], filled with the largest logit less the second; this distorts the times.
         """
         arguments = self.arguments
-        out = np.empty((arguments.output_len, batch), dtype=np.int32).T  # a step's tokens lie side by side
+        out = np.empty((arguments.output_len, batch), dtype=np.int32).T  # column-major: a step's tokens are contiguous
         unread: deque[tuple[slice, int, Picked]] = deque()
 
         def read(left: int) -> None:
-            """Takes over tokens, the oldest first, until as many steps are left."""
+            """Reads tokens, the oldest step first, until `left` steps are unread."""
             while len(unread) > left:
                 rows, index, picked = unread.popleft()
                 out[rows, index] = picked.wait()
@@ -154,7 +153,7 @@ class Bench:
         tokens: np.ndarray | torch.Tensor,
         margins: np.ndarray | None,
     ) -> Picked:
-        """Hands over the step that makes tokens of this index."""
+        """Submits the step that produces the tokens with this index."""
         position = self.arguments.input_len + index - 1 if index else 0
         step = self.builder.build(rows, position, tokens)
         logits = executor.execute(step.tokens, step.positions, step.metadata, step.logits_indices)
@@ -170,7 +169,7 @@ class Bench:
         margins = np.zeros((batch, self.arguments.output_len), dtype=np.float32)
         _, _, tokens = self.generate(
             executor, batch, overlap=overlap, margins=margins
-        )  # warms, and is what is compared
+        )  # warm-up; its tokens are compared
         runs = [self.generate(executor, batch, overlap=overlap) for _ in range(repeats)]
         row = {
             "batch": batch,
@@ -184,14 +183,14 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reference:
-    """What one execution said, for others to be compared with."""
+    """Tokens of one execution, for comparison with others."""
 
     tokens: np.ndarray  # [B, output_len]
     margins: np.ndarray  # [B, output_len], first logit less second
 
 
 def _against(tokens: np.ndarray, reference: _Reference | None) -> tuple[int | None, float | None]:
-    """How many sequences equal the reference's, and the largest margin at which one left it: near 0 it was a tie."""
+    """Number of sequences equal to the reference's, and the largest margin at a first difference (near 0: a tie)."""
     if reference is None:
         return None, None
     differs = tokens != reference.tokens
@@ -212,27 +211,29 @@ def graph_memory(bench: Bench) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """What one rank saw."""
+    """Measurements of one rank."""
 
     rows: list[dict[str, Any]]
     stats: dict[str, Any]  # by mode
-    said: dict[tuple[str, int], _Reference]  # by mode and batch
+    outputs: dict[tuple[str, int], _Reference]  # by mode and batch
     graph_memory: dict[str, Any] | None
 
 
-def measure(place: ranks.Place | None, arguments: argparse.Namespace) -> _Measured:
-    """All modes over all batches, on one rank, or without ranks."""
-    bench = Bench(arguments, place)
+def measure(context: ranks.RankContext | None, arguments: argparse.Namespace) -> _Measured:
+    """All modes and batches, on one rank or without a group."""
+    bench = Bench(arguments, context)
     size = bench.model.tp.size
     rows: list[dict[str, Any]] = []
     stats: dict[str, Any] = {}
-    said: dict[tuple[str, int], _Reference] = {}
+    outputs: dict[tuple[str, int], _Reference] = {}
     for executor_mode in arguments.modes.split(","):
         repeats = arguments.eager_repeats or arguments.repeats if executor_mode == "eager" else arguments.repeats
         with bench.executor(executor_mode) as executor:
             for mode, batch in product(MODES[executor_mode], bench.batches):
-                reference = said.get(("eager", batch))
-                row, said[mode, batch] = bench.measure(executor, batch, reference, repeats, overlap=mode == OVERLAPPED)
+                reference = outputs.get(("eager", batch))
+                row, outputs[mode, batch] = bench.measure(
+                    executor, batch, reference, repeats, overlap=mode == OVERLAPPED
+                )
                 rows.append({"tp": size, "mode": mode} | row)
                 if bench.leads:
                     print(
@@ -242,11 +243,11 @@ def measure(place: ranks.Place | None, arguments: argparse.Namespace) -> _Measur
                     )
             stats[executor_mode] = executor.stats()
     memory = graph_memory(bench) if arguments.tp == "1" else None
-    return _Measured(rows=rows, stats=stats, said=said, graph_memory=memory)
+    return _Measured(rows=rows, stats=stats, outputs=outputs, graph_memory=memory)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that is asked for; with several sizes of `--tp`, each in processes of its own."""
+    """The whole sweep; each size of `--tp` runs in its own processes."""
     options = {name: getattr(arguments, name) for name in ("shape", "input_len", "output_len", "dtype", "attention")}
     if arguments.tp == "1":
         one = measure(None, arguments)
@@ -261,11 +262,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         outcome = ranks.launch(measure, arguments, size, how)
         first: _Measured = outcome.values[0]
         if size == 1:
-            single = first.said
+            single = first.outputs
         for row in first.rows:
             key = row["mode"], row["batch"]
-            alike = all(np.array_equal(other.said[key].tokens, first.said[key].tokens) for other in outcome.values)
-            equal, margin = _against(first.said[key].tokens, single.get(key) if size > 1 else None)
+            alike = all(
+                np.array_equal(other.outputs[key].tokens, first.outputs[key].tokens) for other in outcome.values
+            )
+            equal, margin = _against(first.outputs[key].tokens, single.get(key) if size > 1 else None)
             more = {"ranks_alike": alike, "sequences_equal_to_one_rank": equal, "largest_margin_at_a_parting": margin}
             rows.append(row | more)
         groups.append({"tp": size, "end_s": outcome.end_s, "stats": first.stats})
@@ -304,7 +307,7 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(command: list[str] | None = None) -> None:
-    """Runs the sweep; writes a result file where asked."""
+    """Runs the sweep; writes a result file to --out."""
     arguments = parse(command)
     measured = run(arguments)
     if arguments.out is not None:

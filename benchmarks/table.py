@@ -59,16 +59,20 @@ def _of_memory(memory: dict[str, Any]) -> list[str]:
 
 
 def _of_ranks(measured: dict[str, Any]) -> list[str]:
-    """How the answers of several ranks compare with those of one, and how the ranks ended."""
+    """Compares the output of several ranks with that of one, and reports how the ranks ended."""
     lines = []
     for row in measured["rows"]:
         equal, margin = row["sequences_equal_to_one_rank"], row["largest_margin_at_a_parting"]
         if equal is None:
             continue
-        parting = "" if margin is None else f"; where one parts first, its logits lie at most {margin:.3g} apart"
+        difference = (
+            ""
+            if margin is None
+            else f"; at the first other token the two largest logits differ by at most {margin:.3g}"
+        )
         lines.append(
-            f"- TP={row['tp']} {NAMES[row['mode']]}, B={row['batch']}: {equal} of {row['batch']} answers are those of "
-            f"TP=1{parting}."
+            f"- TP={row['tp']} {NAMES[row['mode']]}, B={row['batch']}: {equal} of {row['batch']} answers equal those "
+            f"of TP=1{difference}."
         )
     for group in measured["groups"]:
         if group["tp"] > 1:
@@ -84,7 +88,7 @@ def _yes(measured: dict[str, Any], tp: int) -> str:
 
 
 def plot(documents: list[dict[str, Any]], path: Path) -> None:
-    """TTFT and TPOT over the batch size, a line for every mode of every file."""
+    """TTFT and TPOT over the batch size, one line per mode and file."""
     try:
         import matplotlib
     except ImportError as error:
@@ -110,7 +114,7 @@ def plot(documents: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(command: list[str] | None = None) -> None:
-    """Prints or writes the tables, and the plot where asked."""
+    """Prints the tables, or writes them to --out; draws the plot to --plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--out", type=Path)

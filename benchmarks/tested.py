@@ -1,4 +1,4 @@
-"""Writes what a run of tests found as a result file, from its JUnit report.
+"""Writes the outcome of a test run as a result file, from its JUnit report.
 
 pytest --junit-xml REPORT.xml ...
 python benchmarks/tested.py REPORT.xml --out benchmarks/results/tests-graph-h200.json [--device cuda]
@@ -17,7 +17,7 @@ import results as result_files
 
 
 def summary(report: Path) -> dict[str, Any]:
-    """Tests by outcome, the names of those that did not pass, seconds, tests passed by module, what was recorded."""
+    """Tests by outcome, names of those that did not pass, seconds, passed tests by module, and recorded properties."""
     suites = ElementTree.parse(report).getroot().iter("testsuite")
     outcomes: Counter[str] = Counter()
     passed: Counter[str] = Counter()
@@ -40,7 +40,7 @@ def summary(report: Path) -> dict[str, Any]:
 
 
 def table(paths: Iterable[Path]) -> str:
-    """Result files of tests as Markdown, a line each."""
+    """Result files of tests as a Markdown table, one line per file."""
     lines = ["| part | passed | not passed | device | commit |", "| --- | --- | --- | --- | --- |"]
     for path in sorted(paths):
         document = result_files.read(path, "tests")

@@ -28,16 +28,16 @@ LIMITS = Limits(max_num_seqs=8, max_num_tokens=16, max_model_len=24, page_size=4
 class Setup:
     """A harness of two executors, with graphs and without, of this rank's share of the model."""
 
-    def __init__(self, place: ranks.Place, cut_collectives: bool) -> None:
+    def __init__(self, context: ranks.RankContext, cut_collectives: bool) -> None:
         torch.set_num_threads(1)
-        backend = "recorded" if place.device == "cpu" else "cudagraphs"
+        backend = "recorded" if context.device == "cpu" else "cudagraphs"
         options = {
             "python_graph_backend": backend,
             "eager_is_error": True,
             "graph_cut_collectives": cut_collectives,
             "attention_backend": "torch",
         }
-        self.harness, self.executor, self.reference = make_harness(make_model(place), LIMITS, options)
+        self.harness, self.executor, self.reference = make_harness(make_model(context), LIMITS, options)
 
     def shutdown(self) -> None:
         # Graphs first, then the group: they may hold its collectives.
@@ -46,8 +46,8 @@ class Setup:
 
 
 @torch.no_grad()
-def make_model(place: ranks.Place) -> CausalLM:
-    model = get_model_class("llama")(CONFIG, dtype=torch.float32, device=place.device, tp=place.tp)
+def make_model(context: ranks.RankContext) -> CausalLM:
+    model = get_model_class("llama")(CONFIG, dtype=torch.float32, device=context.device, tp=context.tp)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator) * 0.2
@@ -56,14 +56,14 @@ def make_model(place: ranks.Place) -> CausalLM:
 
 
 @torch.no_grad()
-def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
+def conforms(context: ranks.RankContext, options: dict[str, Any]) -> dict[str, Any]:
     """Runs the conformance suite; returns this rank's statistics.
 
     Options: `cut_collectives`; `rule`, the limits of a `TransportRule` that replaces the measured one.
     """
     if options.get("rule"):
-        _sum_by(options["rule"], place)
-    setup = Setup(place, options["cut_collectives"])
+        _sum_by(options["rule"], context)
+    setup = Setup(context, options["cut_collectives"])
     for scenario in SCENARIOS[-4:]:
         scenario(setup.harness)
         setup.harness.clear()
@@ -81,29 +81,29 @@ def conforms(place: ranks.Place, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def dies(place: ranks.Place, options: dict[str, Any]) -> None:
+def dies(context: ranks.RankContext, options: dict[str, Any]) -> None:
     """Decodes on graphs without end; the last rank is killed after some steps, and says in the file `when` when."""
-    setup = Setup(place, "")
+    setup = Setup(context, False)
     request = setup.harness.add()
     setup.harness.step((request, 3))
     metadata, tokens, positions = setup.harness._build([(request, 1)])
-    rows = torch.zeros(1, dtype=torch.int32, device=place.device)
+    rows = torch.zeros(1, dtype=torch.int32, device=context.device)
     for step in range(1_000_000):
         setup.executor.execute(tokens, positions, metadata, rows).argmax().item()
-        if step == 20 and place.tp.rank == place.tp.size - 1:
+        if step == 20 and context.tp.rank == context.tp.size - 1:
             Path(options["when"]).write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def waits(place: ranks.Place, options: dict[str, Any]) -> None:
+def waits(context: ranks.RankContext, options: dict[str, Any]) -> None:
     """Says in the file `who` which process it is, and does nothing."""
     Path(options["who"]).write_text(str(os.getpid()))
     time.sleep(60)
 
 
-def _sum_by(limits: dict[str, int], place: ranks.Place) -> None:
+def _sum_by(limits: dict[str, int], context: ranks.RankContext) -> None:
     world = distributed.group.WORLD
     assert world is not None
     unregister_group("tp")
-    transport = SymmetricTransport(world, torch.device(place.device), TransportRule(**limits))
+    transport = SymmetricTransport(world, torch.device(context.device), TransportRule(**limits))
     register_group("tp", world, transport, description=f"symmetric memory, {limits}")

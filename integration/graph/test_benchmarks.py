@@ -159,7 +159,7 @@ def test_ranks_are_swept_compared_and_tabled(load: Any, tmp_path: Path, capsys: 
         "| B | TTFT TP=1 eager | TTFT TP=1 decode graph | TTFT TP=1 overlapped | TTFT TP=2 eager |"
     )
     assert lines[5].endswith("| 3/3, 3/3, 3/3, 3/3 |")
-    assert lines[7] == "- TP=2 eager, B=1: 1 of 1 answers are those of TP=1."
+    assert lines[7] == "- TP=2 eager, B=1: 1 of 1 answers equal those of TP=1."
     assert lines[-1].startswith("- TP=2: all ranks had the same tokens: yes. Graphs, group and processes ended within ")
 
 
