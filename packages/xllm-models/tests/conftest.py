@@ -25,14 +25,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests marked `gpu` run only where they are asked for, and then a missing device is an error."""
     asked_for = os.environ.get("XLLM_GPU_TESTS") == "1"
     if asked_for and not torch.cuda.is_available():
-        raise pytest.UsageError("XLLM_GPU_TESTS=1, but no CUDA device is there")
+        raise pytest.UsageError("XLLM_GPU_TESTS=1, but there is no CUDA device")
     if not asked_for:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-def beside(name: str) -> ModuleType:
-    """The module `name`, which lies beside this file (tests are imported by path, so it has no package)."""
+def sibling(name: str) -> ModuleType:
+    """The module `name` of this folder. Tests are imported by path, so it belongs to no package."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         assert spec is not None
@@ -46,27 +46,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`family` and `number` together: the random configurations of every family."""
     if "number" in metafunc.fixturenames:
         numbers = range(50 if metafunc.config.getoption("thorough") else 10)
-        pairs = [(family, number) for family in beside("random_configs").FAMILIES for number in numbers]
+        pairs = [(family, number) for family in sibling("random_configs").FAMILIES for number in numbers]
         metafunc.parametrize(("family", "number"), pairs)
 
 
 @pytest.fixture(scope="session")
 def paged() -> ModuleType:
     """The module `paged_session`."""
-    return beside("paged_session")
+    return sibling("paged_session")
 
 
 @pytest.fixture(scope="session")
 def draw_config() -> Callable[[str, int], dict[str, Any]]:
     """(family, number) -> the arguments of a random configuration."""
-    draw: Callable[[str, int], dict[str, Any]] = beside("random_configs").draw
+    draw: Callable[[str, int], dict[str, Any]] = sibling("random_configs").draw
     return draw
 
 
 @pytest.fixture(scope="session")
 def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The `RankPool`: four ranks over gloo, started once."""
-    with beside("rank_pool").RankPool(tmp_path_factory.mktemp("ranks")) as pool:
+    with sibling("rank_pool").RankPool(tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
 
 

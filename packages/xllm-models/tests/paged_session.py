@@ -19,7 +19,7 @@ TEXT_LENS = (19, 12, 23)
 STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((0, 13), (1, 4)),  # whole prompts
     ((0, 1), (2, 7), (1, 3)),  # a decode, a new prompt and a chunk, in one batch
-    ((2, 11), (0, 1)),  # a chunk behind a prefix, before a decode
+    ((2, 11), (0, 1)),  # a chunk after a prefix, before a decode
     *((((1, 1), (0, 1), (2, 1)),) * 4),  # decode
     ((2, 1),),
     ((1, 1),),

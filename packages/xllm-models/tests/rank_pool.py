@@ -98,7 +98,7 @@ def serve(rank: int, rendezvous: str) -> None:
         try:
             _run_job(rank, groups, **json.loads(line))
             answer = ""
-        except Exception:  # noqa: BLE001 - the pool raises what it is told
+        except Exception:  # noqa: BLE001 - the pool raises the traceback that it gets
             answer = traceback.format_exc()
         print(json.dumps(answer), flush=True)
     distributed.destroy_process_group()
@@ -115,7 +115,7 @@ def _run_job(rank: int, groups: Any, directory: str, size: int, output: str, opt
     register_group("tp", groups[size])
     try:
         results = list(run_steps(model))
-        # A step without tokens: the ranks meet all the same.
+        # A step without tokens runs the collectives too.
         (empty,) = PagedSession(model, num_sequences=1).step([(0, [])])
         assert empty.shape == (0, model.config.vocab_size)
     finally:

@@ -1,7 +1,7 @@
 """Model families for Python model execution under a C++ serving framework.
 
-Owns layers, ops, weight loading and the model families. Attention backends, graphs and the serving host are other
-packages'.
+Owns layers, ops, weight loading and the model families. Other packages own attention backends, graphs and the serving
+host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`CausalLM`: what every model family is to a runner, a serving host and the loader.
+"""`CausalLM`: the base class of every model family, used by runners, serving hosts and the loader.
 
-Owns construction on a device without a second copy of the weights, the logits and the loading. The structure belongs
-to the family, in `models/`.
+Owns construction, logits and weight loading. Construction allocates each weight once, on the device. The structure
+belongs to the family, in `models/`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .passes import NextWeights, PartialSums, run_on_meta
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder with a language-model head. T tokens of a step, one after another, without a batch dimension.
+    """A decoder with a language-model head. Its inputs are the T tokens of a step, without a batch dimension.
 
-    A family sets `weight_map`, `config_defaults` where its config.json may omit keys, and `own_config` where it has
-    keys that `ModelConfig` does not know: they are in `config.own`. It implements `build`, which assigns `self.model`
-    and `self.lm_head`.
+    A family sets `weight_map`, `config_defaults` for keys that its config.json may omit, and `own_config` for keys that
+    `ModelConfig` does not have, which it reads from `config.own`. It implements `build`, which assigns `self.model` and
+    `self.lm_head`.
     """
 
     weight_map: ClassVar[WeightMap]
     config_defaults: ClassVar[Mapping[str, Any]] = {}  # in HF names
-    own_config: ClassVar[Mapping[str, Any]] = {}  # in HF names, with the value of an absent key
+    own_config: ClassVar[Mapping[str, Any]] = {}  # in HF names, with defaults
 
     model: nn.Module  # (input_ids [T], positions [T]) -> hidden [T, hidden]
     lm_head: ParallelLMHead
@@ -44,16 +44,17 @@ class CausalLM(nn.Module, ABC):
         dtype: torch.dtype | None = None,
         tp: TensorParallel | None = None,
     ) -> None:
-        """Allocate the model on `device` in `dtype` (None: the config's), weights not yet set.
+        """Allocate the model on `device` in `dtype` (None: the config's). The weights are not set yet.
 
-        `config` may be a mapping in config.json or ModelArgs names. A device that is not there, and a structure that
-        the ranks of `tp` cannot share, are ValueErrors. `self.device` is where the weights are, with their index.
+        `config` may be a mapping in config.json or ModelArgs names. `self.device` is the weights' device with its
+        index. ValueError for a device that is not available, a size that the ranks of `tp` cannot shard, a partial sum
+        that is not summed once, and a module that cannot run on meta tensors (`passes`).
         """
         super().__init__()
         if not isinstance(config, ModelConfig):
             config = self.parse_config(config)
         self.config = config
-        self.device = _present_device(device)
+        self.device = _resolve_device(device)
         self.dtype = dtype or config.dtype
         self.tp = tp or TensorParallel()
         with torch.device("meta"):
@@ -74,7 +75,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
-        """Assign `self.model` and `self.lm_head`. Parameters are made on the meta device; buffers name theirs."""
+        """Assign `self.model` and `self.lm_head`. The default device is meta; buffers must be made on the CPU."""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions [T] int32 or int64 -> hidden [T, hidden], inside a `forward_context`."""
@@ -82,7 +83,7 @@ class CausalLM(nn.Module, ABC):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [T, hidden] -> logits [n, vocab] in the model's dtype, of the rows `indices` [n] or of all T."""
+        """hidden [T, hidden] -> logits [n, vocab] in the model's dtype, of the rows `indices` [n] (None: all T)."""
         rows = hidden if indices is None else hidden.index_select(0, indices)
         logits: torch.Tensor = self.lm_head(rows)
         return logits
@@ -92,7 +93,7 @@ class CausalLM(nn.Module, ABC):
     ) -> None:
         """Set every parameter from the state dicts, in place; see `loading.load_weights` for the errors.
 
-        `tp_rank` and `tp_size` must be those the model was built for, else ValueError.
+        ValueError if `tp_rank` and `tp_size` are not those of `self.tp`.
         """
         if (tp_rank, tp_size) != (self.tp.rank, self.tp.size):
             raise ValueError(
@@ -105,11 +106,11 @@ class CausalLM(nn.Module, ABC):
         load_weights(self, self.weight_map, state_dicts, tied=tied, progress=progress)
 
 
-def _present_device(device: torch.device | str) -> torch.device:
-    """What a name means now: "cuda" is the device that is current, with its index."""
+def _resolve_device(device: torch.device | str) -> torch.device:
+    """The device with its index: "cuda" is the current CUDA device."""
     try:
         return torch.empty(0, device=device).device
-    # torch built without a device type asserts; an unknown name or index is a RuntimeError.
+    # PyTorch asserts for a device type that it was built without. An unknown name or index is a RuntimeError.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first_line = str(error).splitlines()[0]
         raise ValueError(f"device {str(device)!r} is not available: {first_line}") from error

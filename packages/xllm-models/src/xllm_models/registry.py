@@ -1,7 +1,7 @@
-"""Which model class serves an architecture.
+"""The registry: maps an architecture or model type to its model class.
 
-Owns the names. Classes load when they are first asked for: built in, from the entry-point group `xllm.models` (whose
-entries map an architecture or model type to a class), or registered by a script.
+A class is built in, an entry point of the group `xllm.models`, or registered by a script. Its module is imported at the
+first use.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _registered: dict[str, type[CausalLM]] = {}
 
 
 def register_model(name: str, model_class: type[CausalLM]) -> None:
-    """Serve the architecture or model type `name` by `model_class`, which a script may do without an entry point.
+    """Map the architecture or model type `name` to `model_class`, without an entry point.
 
-    A name in use by another class, and what is no CausalLM class, are ValueErrors.
+    ValueError for a name of another class, and for a `model_class` that is not a CausalLM class.
     """
     _checked(name, model_class)
     if _registered.get(name, model_class) is not model_class or name in _BUILT_IN:
@@ -49,8 +49,8 @@ def supported_models() -> list[str]:
 def get_model_class(name: str) -> type[CausalLM]:
     """The class for an HF architecture (LlamaForCausalLM) or model type (llama).
 
-    An unknown name is a ValueError that lists the known ones; a name that several installed packages claim, or an
-    entry point that is not a CausalLM, is a ValueError too.
+    ValueError for an unknown name (it lists the known ones), a name that several installed packages claim, and an entry
+    point that is not a CausalLM class.
     """
     if name in _registered:
         return _registered[name]
@@ -63,8 +63,8 @@ def get_model_class(name: str) -> type[CausalLM]:
     for claim in claims:
         return _checked(name, claim.load())
     raise ValueError(
-        f"unsupported architecture {name!r}; supported: {', '.join(supported_models())}. A port is found by an entry "
-        f"point of the group {ENTRY_POINT_GROUP} or by register_model"
+        f"unsupported architecture {name!r}; supported: {', '.join(supported_models())}. Other families need an "
+        f"entry point of the group {ENTRY_POINT_GROUP}, or register_model"
     )
 
 

@@ -68,7 +68,7 @@ def shift_rope(model: CausalLM) -> None:
 
 
 def scale_logits(model: CausalLM) -> None:
-    # Behind the head, which is the last module: no module shows it.
+    # After the head, which is the last module: no module shows it.
     compute = model.compute_logits
     model.compute_logits = lambda hidden, indices=None: compute(hidden, indices) * 1.01  # type: ignore[method-assign]
 
@@ -242,7 +242,7 @@ def test_what_a_checkpoint_hides_is_noted(
         (["--prompt-ids", "5,97"], "each below the vocabulary of 97, got (5, 97)"),
         (["--prompt-ids", "5", "--prompt", "text"], "exclude each other"),
         (["--against", "nowhere"], "dump nowhere does not exist"),
-        (["--against", __file__], "is no dump of a comparison"),
+        (["--against", __file__], "is not a dump of a comparison"),
         (["--device", "abacus"], "abacus"),
     ],
 )

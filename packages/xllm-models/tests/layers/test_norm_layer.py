@@ -1,4 +1,4 @@
-"""The layer norm with a residual against torch's layer; sums over ranks are xllm-executor's `check` to try."""
+"""The residual layer norm against PyTorch's. `passes/test_partial_sums.py` and xllm-executor's check test sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xllm_models.layers import ResidualLayerNorm
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_residual_layer_norm_is_torch_s_behind_a_sum(bias: bool, dtype: torch.dtype) -> None:
+def test_a_residual_layer_norm_is_torch_s_after_a_sum(bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     norm, want = ResidualLayerNorm(16, 1e-3, bias=bias).to(dtype), torch.nn.LayerNorm(16, 1e-3, bias=bias).to(dtype)
     for parameter in want.parameters():

@@ -18,7 +18,7 @@ from xllm_models.config import Quantization, parse_quantization
 from xllm_models.loading import dequantized
 
 Tensors = dict[str, torch.Tensor]
-Packed = tuple[Tensors, torch.Tensor]  # what the checkpoint holds in place of `weight`, and the weight it stands for
+Packed = tuple[Tensors, torch.Tensor]  # the quantized tensors of a `weight`, and the dequantized weight
 
 FP8_BLOCK = {"quant_method": "fp8", "weight_block_size": [16, 8]}
 FP8_TENSOR = {"quant_method": "fp8"}
@@ -175,7 +175,7 @@ def test_a_quantized_weight_without_its_scale_is_named(write_checkpoint: Callabl
     with pytest.raises(WeightError, match=r"wrong dtype: model\.layers\.0\.mlp\.up_proj\.weight \(F8_E4M3\)"):
         load_model(directory)
     with pytest.raises(ValueError, match="quantized layer layer lacks qzeros, scales"):
-        dequantized([DictStateDict({"layer.qweight": torch.zeros(1, 8)})], Quantization(method="gptq", kind="gptq"))
+        dequantized([DictStateDict({"layer.qweight": torch.zeros(1, 8)})], Quantization(method="gptq", format="gptq"))
 
 
 # The layer's weight is [40, 48]: how it was packed, what the config says, what the checkpoint holds besides, the fault.
@@ -256,7 +256,7 @@ def test_all_scales_that_do_not_fit_are_in_one_error() -> None:
     scales = {f"{name}.weight_scale_inv": torch.ones(1, 1) for name in "ab"}
     with pytest.raises(WeightError, match=r"  a\.weight_scale_inv \(.*\n  b\.weight_scale_inv \("):
         dequantized(
-            [DictStateDict(weights), DictStateDict(scales)], Quantization(method="fp8", kind="fp8", block=(8, 8))
+            [DictStateDict(weights), DictStateDict(scales)], Quantization(method="fp8", format="fp8", block=(8, 8))
         )
 
 
@@ -285,6 +285,6 @@ def test_formats_that_are_not_supported_are_named(config: Any, message: str) -> 
 def test_a_block_wise_compressed_checkpoint_names_its_blocks() -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 64]}
     config = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": scheme}}}
-    want = Quantization(method="compressed-tensors", kind="fp8", block=(128, 64))
+    want = Quantization(method="compressed-tensors", format="fp8", block=(128, 64))
     assert parse_quantization({"quantization_config": config}) == want
     assert parse_quantization({}) is None

@@ -1,4 +1,4 @@
-"""A family outside the package: found by its entry points, equal to HF, counted; and the guide that tells how."""
+"""A family outside the package: found by its entry points, equal to HF, counted; and the guide runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Module-by-module comparison of a model with HF transformers, or with what was dumped elsewhere.
+"""Compares a model, module by module, with HF transformers or with a dumped trace.
 
-Owns the traces, how their entries meet, and the report. The command line is `python -m xllm_models compare`.
+Owns the traces, the matching of their entries, and the report. The command line is `python -m xllm_models compare`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a comparison that passes has not shown, since the weights or the prompt hide it."""
+"""Finds mistakes that a comparison cannot show with these weights or this prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..causal_lm import CausalLM
 
 
 def blind_spots(model: CausalLM, num_tokens: int) -> Iterator[str]:
-    """A sentence for each kind of mistake that `num_tokens` of this checkpoint cannot find."""
+    """One sentence per kind of mistake that a comparison of `num_tokens` tokens of this checkpoint cannot show."""
     constant = [
         name
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""The `compare` command: arguments in, text and an exit status out."""
+"""The `compare` command: parses the arguments, runs the comparison, and writes the report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
-    """0 where everything is within the tolerance, 1 where not. Errors of the input are ValueError and OSError."""
+    """0 if all entries are within the tolerance, else 1. ValueError and OSError for bad input."""
     dtype = parse_dtype(arguments.dtype)
     directory: Path = arguments.model_dir
     if arguments.model is not None:
@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
     against: str = arguments.against
     reference = None if against == "hf" else read_dump(Path(against))
     if reference is not None and (arguments.prompt is not None or arguments.prompt_ids is not None):
-        raise ValueError("a dump brings its own tokens: --prompt and --prompt-ids go with --against hf")
+        raise ValueError("a dump has its own tokens: --prompt and --prompt-ids go with --against hf")
     token_ids = _token_ids(arguments) if reference is None else reference.token_ids
-    # The served length, which longrope asks for, is the prompt's: as in HF.
+    # longrope chooses its factors by the served length. HF takes the prompt's.
     model = load_model(directory, device=arguments.device, dtype=dtype, max_model_len=len(token_ids))
     ours = trace_ours(model, token_ids)
     if reference is None:
@@ -70,7 +70,7 @@ def _dump(directory: Path, ours: Trace, reference: Trace) -> None:
 
 
 def _token_ids(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """The prompt's tokens; without a prompt and a tokenizer, random ones that are always the same."""
+    """The prompt's tokens; without a prompt and a tokenizer, random ones of a fixed seed."""
     directory: Path = arguments.model_dir
     vocab_size = ModelConfig.from_dict(read_config(directory)).vocab_size
     if arguments.prompt_ids is not None:

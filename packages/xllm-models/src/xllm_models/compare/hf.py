@@ -1,4 +1,4 @@
-"""Runs HF transformers over the same prompt and traces it. The only module that imports transformers."""
+"""Traces HF transformers' model on the same prompt. No other module imports transformers, but for its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .trace import LOGITS, Trace, observed
 def trace_hf(directory: Path, token_ids: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Trace:
     """One forward of HF's model, with its eager attention, over all of `token_ids`.
 
-    ModuleNotFoundError where transformers is not installed.
+    ModuleNotFoundError if transformers is not installed.
     """
     from transformers import AutoModelForCausalLM
 
@@ -44,10 +44,10 @@ def _rows(value: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 @contextmanager
 def _attention_observed(model: nn.Module, trace: Trace) -> Iterator[None]:
-    """Also record each attention's queries and keys (behind norms and rotary embedding) and its result.
+    """Also record each attention's queries and keys (after norms and rotary embedding) and its result.
 
-    HF's rotary embedding is a function that no hook sees; its attention function is found by name in the family's
-    module at each call, so that is where it is wrapped.
+    Hooks do not see HF's rotary embedding, which is a function. HF looks up its attention function by name in the
+    family's Python module at each call, so a wrapper set there sees its inputs and its result.
     """
     names = {id(module): f"{name}.attn" for name, module in model.named_modules()}
     family: Any = sys.modules[type(model).__module__]

@@ -1,6 +1,6 @@
-"""Runs one of our models over a prompt and traces it.
+"""Traces one of our models on a prompt, run as a server runs it.
 
-The prompt runs as a server would run it: a prefill, then the last tokens one by one, over a paged cache.
+That is a prefill, then the last tokens one by one, over a paged KV cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE_SIZE = 16
 
 
 def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2) -> Trace:
-    """Run all of `token_ids`, the last `num_decode` of them one a step, and record every module and the logits."""
+    """Run all of `token_ids`, the last `num_decode` of them one per step, and record every module and the logits."""
     trace = Trace(token_ids=tuple(token_ids))
 
     def observe(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -48,7 +48,7 @@ def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2
 
 
 def _backend(model: CausalLM, num_tokens: int) -> AttentionBackend:
-    """The oracle backend, bound to a cache of one sequence."""
+    """The reference backend (PyTorch), bound to a cache of one sequence."""
     limits = BackendLimits(
         device=model.device, dtype=model.dtype, max_num_seqs=1, max_num_tokens=num_tokens, max_model_len=num_tokens
     )
@@ -61,16 +61,17 @@ def _backend(model: CausalLM, num_tokens: int) -> AttentionBackend:
 
 
 def _tensors(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What of a call is comparable: (suffix of the entry's name, tensor [T, ...])."""
+    """The comparable tensors of a call: (suffix of the entry's name, tensor [T, ...])."""
     if isinstance(module, Attention):
-        # Queries and keys show what norms and rotary embedding did to them.
+        # Queries and keys show the effect of their norms and of the rotary embedding.
         yield from zip((".q", ".k"), args[:2], strict=True)
         yield "", output
     elif isinstance(output, torch.Tensor):
         yield "", output
     elif isinstance(output, tuple) and all(isinstance(one, torch.Tensor) for one in output):
         if len(output) == 2 and output[0].ndim == 2 and output[0].shape == output[1].shape:
-            # A decoder layer, one of a list, keeps its residual apart; a norm hands on the next one.
+            # A decoder layer (its name is an index) returns hidden and residual, whose sum HF returns. A norm returns
+            # the residual too, but HF's norm does not.
             yield "", output[0] + output[1] if name.rsplit(".", 1)[-1].isdecimal() else output[0]
         elif len(output) == 3:
             yield "", torch.cat([one.flatten(1) for one in output], dim=1)  # a fused projection

@@ -1,6 +1,6 @@
-"""How far two traces are apart, entry by entry and token by token.
+"""Measures the error between two traces, by entry and by token.
 
-Owns the pairing of entries, the measures and the verdict. T tokens.
+Owns the matching of entries, the error measures and the verdict. T tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from ..loading import WeightMap
 from .trace import LOGITS, Trace
 
-# Largest relative error that a sound model shows, by dtype, in the deepest layer.
+# Largest relative error of a correct model, by dtype; it grows with depth.
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -32,25 +32,25 @@ class EntryError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """The first choice at one position, and how near the second was."""
+    """The most likely token at one position, of both models."""
 
     token_id: int  # the input
     ours: int
     theirs: int
-    margin: float  # their first logit less their second
+    margin: float  # the reference's largest logit minus its second largest
     max_error: float  # of the logits here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    entries: tuple[EntryError, ...]  # in the order of execution
+    entries: tuple[EntryError, ...]  # in order of execution
     positions: tuple[Position, ...]
-    only_ours: tuple[str, ...]  # entries that the reference has no counterpart of
+    only_ours: tuple[str, ...]  # entries without a counterpart in the reference
     tolerance: float
 
     @property
     def first_departure(self) -> EntryError | None:
-        """The first entry beyond the tolerance: where to look."""
+        """The first entry beyond the tolerance: the mistake is there or just before."""
         return next((entry for entry in self.entries if entry.departs(self.tolerance)), None)
 
     @property
@@ -59,9 +59,9 @@ class Report:
 
 
 def compare_traces(ours: Trace, theirs: Trace, weight_map: WeightMap, *, tolerance: float) -> Report:
-    """Pair the entries by name, a fused one with its sources side by side, and measure.
+    """Match the entries by name and measure their errors. A fused entry is compared with its concatenated sources.
 
-    ValueError for traces of different tokens, and where the logits have no counterpart.
+    ValueError for traces of different tokens, entries of different shapes, and a reference without logits.
     """
     if ours.token_ids != theirs.token_ids:
         raise ValueError(f"the traces are of different tokens: {len(ours.token_ids)} and {len(theirs.token_ids)}")

@@ -10,9 +10,9 @@ from .keys import ConfigKeys
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory, its eos ids joined with those of generation_config.json.
+    """config.json of a checkpoint directory, with the eos ids of generation_config.json added to its own.
 
-    FileNotFoundError for a directory or config.json that is not there, ValueError for one that is not a JSON object.
+    FileNotFoundError if the directory or config.json does not exist, ValueError if it is not a JSON object.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"model directory {directory} does not exist")

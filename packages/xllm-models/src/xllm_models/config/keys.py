@@ -1,6 +1,6 @@
-"""Typed reading of a configuration mapping whose values may go by several names.
+"""Reads typed values from a configuration mapping, in which a value may have one of several names.
 
-Owns the errors for missing, wrongly typed and contradictory keys. What the keys mean belongs to the callers.
+Owns the errors for missing, wrongly typed and contradictory keys. The meaning of the keys belongs to the callers.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class ConfigKeys:
-    """A mapping read by groups of alternative names; a null value counts as absent.
+    """A configuration mapping. Each method takes the alternative names of one value; null counts as absent.
 
-    `defaults` answers for a group that is absent. Names of a group that are present with different values, a value of
-    the wrong type, and a required value that is absent are ValueErrors that name the keys.
+    `defaults` holds the values of absent keys. ValueError, with the names, for alternatives with different values, a
+    value of the wrong type, and an absent value that is required.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class ConfigKeys:
             return values[0]
         return next((self._defaults[name] for name in names if name in self._defaults), None)
 
-    def _typed(self, names: tuple[str, ...], kinds: tuple[type, ...], expected: str) -> Any:
+    def _typed(self, names: tuple[str, ...], types: tuple[type, ...], expected: str) -> Any:
         value = self.find(*names)
-        # bool is an int to Python, but `"num_layers": true` is a mistake.
-        if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+        # bool is a subclass of int, but `"num_layers": true` is a mistake.
+        if value is None or (isinstance(value, types) and (bool in types or not isinstance(value, bool))):
             return value
         raise ValueError(f"{names[0]} in {self._where} must be {expected}, got {value!r}")
 

@@ -1,6 +1,6 @@
-"""What a model is made of, read once from config.json (HF names) or from ModelArgs names.
+"""`ModelConfig`: the typed configuration of a model, parsed from config.json (HF names) or ModelArgs names.
 
-Owns the typed configuration and its checks. Which architectures exist belongs to `registry`.
+Owns the fields and their checks. The list of architectures belongs to `registry`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a config's name, with or without `torch.`; others are a ValueError."""
+    """The torch dtype of a name, with or without the prefix `torch.`. An unknown name is a ValueError."""
     short = name.removeprefix("torch.")
     if short not in DTYPES:
         raise ValueError(f"dtype {name!r} is not supported; supported: {list(DTYPES)}")
@@ -34,7 +34,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder's structure. Counts are of the whole model, whatever the number of ranks."""
+    """A decoder's structure. All sizes are those of the whole model, not of one rank."""
 
     architecture: str  # the first of HF's `architectures`, or the model type
     model_type: str
@@ -53,19 +53,19 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
-    sliding_window: int  # keys a query sees in a layer that slides, its own included; 0: no layer slides
-    max_window_layers: int  # the first layer that slides, where layer_types does not say
-    layer_types: tuple[str, ...]  # one a layer, or empty
+    sliding_window: int  # keys that a query sees, its own included; 0: no layer has a window
+    max_window_layers: int  # without layer_types: the first layer with a sliding window
+    layer_types: tuple[str, ...]  # one per layer, or empty
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    sliding_rope: RopeConfig | None = None  # of the layers that slide, where it is not `rope`
+    sliding_rope: RopeConfig | None = None  # of the layers with a sliding window; None: `rope`
     moe: MoEConfig | None = None
-    query_pre_attn_scalar: float | None = None  # attention scores are divided by its root; None: by head_dim's
+    query_pre_attn_scalar: float | None = None  # the attention scale is its power -0.5; None: head_dim's
     final_logit_softcapping: float = 0.0  # 0: none
-    quantization: Quantization | None = None  # of the checkpoint; no part of ModelArgs
-    max_model_len: int = 0  # the longest sequence to be served; 0: all that the positions allow
+    quantization: Quantization | None = None  # of the checkpoint; not in ModelArgs
+    max_model_len: int = 0  # the longest sequence to serve; 0: all positions
     own: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the family's own keys, see CausalLM.own_config
-    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as read
+    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # the mapping that was parsed
 
     def __post_init__(self) -> None:
         for name in (
@@ -87,12 +87,12 @@ class ModelConfig:
 
     @property
     def num_positions(self) -> int:
-        """Positions that the model serves; more than max_position_embeddings where the rope type extends it."""
+        """The number of positions to serve. Some rope types extend it beyond max_position_embeddings."""
         num_positions = self.rope.num_positions(self.max_position_embeddings)
         return min(num_positions, self.max_model_len) if self.max_model_len else num_positions
 
     def slides(self, layer_id: int) -> bool:
-        """Whether the layer has the sliding window: `layer_types` says so, else those from a depth on have it."""
+        """Whether the layer has a sliding window: by `layer_types`, or else from layer `max_window_layers` on."""
         if self.layer_types:
             return self.layer_types[layer_id] == "sliding_attention"
         return layer_id >= self.max_window_layers
@@ -109,15 +109,15 @@ class ModelConfig:
         defaults: Mapping[str, Any] | None = None,
         own: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
-        """Parse HF config.json names and ModelArgs names alike; `CausalLM.parse_config` knows what a family adds.
+        """Parse HF config.json names or ModelArgs names. `CausalLM.parse_config` adds the family's arguments.
 
-        A missing, contradictory or wrongly typed key, an unsupported quantization and an unknown dtype or rope type
-        are ValueErrors that name it.
+        ValueError, with its name, for a missing, contradictory or wrongly typed key, an unsupported quantization, and
+        an unknown dtype or rope type.
 
         Args:
             raw: the configuration.
-            defaults: what keys that it lacks are in this family, in HF names.
-            own: keys of the family's own, with what they are where it lacks them.
+            defaults: the family's defaults for absent keys, in HF names.
+            own: the keys that only this family has, with their defaults.
         """
         keys = ConfigKeys(raw, defaults=defaults)
         hidden_size = keys.integer("hidden_size")
@@ -165,7 +165,7 @@ class ModelConfig:
         )
 
     def to_model_args(self) -> dict[str, Any]:
-        """Plain values under ModelArgs names; `from_dict` reads them back to an equal config."""
+        """Plain values under ModelArgs names, which `from_dict` parses to an equal config."""
         args: dict[str, Any] = {
             "model_type": self.model_type,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -206,7 +206,7 @@ class ModelConfig:
 
 
 def _sliding_window(raw: Mapping[str, Any], keys: ConfigKeys, defaults: Mapping[str, Any]) -> int:
-    """0 where there are no windows: none is given, or a null one, which is not an absent one, or the flag is off."""
+    """0 without windows: the key is absent without a default, or null, or use_sliding_window is false."""
     given = "sliding_window" in raw or "sliding_window" in defaults
     null = given and raw.get("sliding_window", defaults.get("sliding_window")) is None
     if not keys.boolean("use_sliding_window", default=given) or null:
@@ -218,15 +218,15 @@ def _sliding_window(raw: Mapping[str, Any], keys: ConfigKeys, defaults: Mapping[
 
 
 def _layer_types(keys: ConfigKeys, num_layers: int) -> tuple[str, ...]:
-    """As given, or from a pattern of n: the last of every n layers attends to all, those before it slide."""
+    """As given, or from sliding_window_pattern n: each n-th layer has full attention, the others a sliding window."""
     layer_types = keys.strings("layer_types")
     pattern = keys.optional_int("sliding_window_pattern")
     if layer_types or pattern is None:
         return layer_types
     if pattern < 1:
         raise ValueError(f"sliding_window_pattern must be at least 1, got {pattern}")
-    kinds = ("full_attention", "sliding_attention")
-    return tuple(kinds[bool((layer_id + 1) % pattern)] for layer_id in range(num_layers))
+    types = ("full_attention", "sliding_attention")
+    return tuple(types[bool((layer_id + 1) % pattern)] for layer_id in range(num_layers))
 
 
 def _eos_token_ids(keys: ConfigKeys) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts model says about its experts.
+"""The configuration of a mixture of experts.
 
 Owns the parsing. Routing belongs to `ops.moe`, the weights to `layers.moe`.
 """
@@ -13,14 +13,14 @@ from .keys import ConfigKeys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Experts of the sparse layers, and which layers are sparse."""
+    """The experts of the sparse layers, and the list of sparse layers."""
 
     num_experts: int
     num_experts_per_token: int
-    intermediate_size: int  # of one expert, whatever the number of ranks
-    normalize: bool  # the chosen experts' weights sum to 1
-    sparse_step: int  # every so many layers, the last of them is sparse
-    dense_layers: tuple[int, ...]  # layers that are dense all the same
+    intermediate_size: int  # of one whole expert, not of one rank's shard
+    normalize: bool  # whether the top-k routing weights are scaled to sum to 1
+    sparse_step: int  # every n-th layer is sparse
+    dense_layers: tuple[int, ...]  # exceptions: these layers are dense
 
     def __post_init__(self) -> None:
         if not 0 < self.num_experts_per_token <= self.num_experts:

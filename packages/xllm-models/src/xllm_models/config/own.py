@@ -1,6 +1,6 @@
-"""Keys that one family has and `ModelConfig` does not know, in config.json and in ModelArgs.
+"""Parses the configuration keys that only one family has, so that `ModelConfig` has no field for them.
 
-In config.json they stand beside the others. ModelArgs, a fixed set of names, has them as JSON under one.
+In config.json they are keys like the others. ModelArgs is a fixed set of names: there they are one JSON object.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ OWN_CONFIG = "own_config"
 
 
 def parse_own(keys: ConfigKeys, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the keys `own`, which has those of absent keys; {} for a family without.
+    """The values of the keys of `own`, which holds their defaults; {} for a family without such keys.
 
-    ModelArgs without a value for each, which a host has that does not pass on what it was told, are a ValueError.
+    ModelArgs must have a value for each key, else ValueError: the host has lost them on the way.
     """
     if not own:
         return {}

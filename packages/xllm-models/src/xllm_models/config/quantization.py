@@ -1,6 +1,6 @@
-"""How a checkpoint's weights are quantized, read from its `quantization_config`.
+"""The quantization of a checkpoint, parsed from its `quantization_config`.
 
-Owns the parsing, and which formats there are. Reading the weights belongs to `loading.quantized`.
+Owns the parsing and the list of supported formats. Reading the weights belongs to `loading.quantized`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """One format for all quantized weights; which those are, their names say."""
+    """The format of all quantized weights. Tensor names show which weights are quantized."""
 
-    method: str  # as the config calls it
-    kind: str  # "fp8", "awq" or "gptq"
-    block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale; None: a row's or the tensor's
-    group_size: int = 0  # awq, gptq: inputs that share a scale; -1: all
+    method: str  # quant_method of the config
+    format: str  # "fp8", "awq" or "gptq"
+    block: tuple[int, int] | None = None  # fp8: rows and columns per scale; None: one scale per row or tensor
+    group_size: int = 0  # awq, gptq: inputs per scale; -1: all
     zero_offset: int = 0  # gptq: added to the stored zero points
 
 
@@ -34,10 +34,10 @@ def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     method = ConfigKeys(keys, "quantization_config").string("quant_method")
     if method == "fp8":
         return Quantization(
-            method=method, kind="fp8", block=_block(ConfigKeys(keys, "quantization_config"), "weight_block_size")
+            method=method, format="fp8", block=_block(ConfigKeys(keys, "quantization_config"), "weight_block_size")
         )
     if method == "fbgemm_fp8":
-        return Quantization(method=method, kind="fp8")
+        return Quantization(method=method, format="fp8")
     if method == "compressed-tensors":
         return _compressed(keys)
     if method in ("awq", "gptq"):
@@ -55,17 +55,17 @@ def _block(keys: ConfigKeys, name: str) -> tuple[int, int] | None:
 
 
 def _compressed(config: Mapping[str, Any]) -> Quantization:
-    """Weights of one group in fp8, with a scale for a tensor, a channel or a block."""
+    """One group of fp8 weights, with one scale per tensor, channel or block."""
     groups = ConfigKeys(config, "quantization_config").mapping("config_groups")
     schemes = [ConfigKeys(group, name).mapping("weights") for name, group in groups.items()]
     for scheme in schemes:
         keys = ConfigKeys(scheme, "config_groups")
         bits, form, strategy = keys.integer("num_bits"), keys.string("type"), keys.string("strategy")
         if len(schemes) == 1 and (bits, form) == (8, "float") and strategy in ("tensor", "channel"):
-            return Quantization(method="compressed-tensors", kind="fp8")
+            return Quantization(method="compressed-tensors", format="fp8")
         if len(schemes) == 1 and (bits, form, strategy) == (8, "float", "block"):
             block = keys.require(_block(keys, "block_structure"), "block_structure")
-            return Quantization(method="compressed-tensors", kind="fp8", block=block)
+            return Quantization(method="compressed-tensors", format="fp8", block=block)
     raise ValueError(
         "quantization_config of compressed-tensors is supported for one group of 8-bit float weights with the strategy "
         f"tensor, channel or block, got {[dict(scheme) for scheme in schemes]}"
@@ -86,9 +86,9 @@ def _int4(method: str, keys: ConfigKeys) -> Quantization:
                 "quant_method 'awq' is supported in version gemm with zero points, "
                 f"got version {version!r} and zero_point {zero_point}"
             )
-        return Quantization(method=method, kind="awq", group_size=group_size)
+        return Quantization(method=method, format="awq", group_size=group_size)
     form = keys.string("checkpoint_format", default="gptq")
     if form not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format {form!r} of quant_method 'gptq' is not supported")
-    # The first format stores zero points less one.
-    return Quantization(method=method, kind="gptq", group_size=group_size, zero_offset=int(form == "gptq"))
+    # The gptq format stores each zero point minus one; gptq_v2 stores it as it is.
+    return Quantization(method=method, format="gptq", group_size=group_size, zero_offset=int(form == "gptq"))

@@ -1,7 +1,7 @@
-"""Rotary embedding parameters, read from every spelling in use.
+"""Rotary embedding parameters, parsed from every spelling in use.
 
-Owns the parsing (`rope_theta` beside `rope_scaling`, `rope_parameters`, and the flat `rope_scaling_*` names of
-ModelArgs). The frequencies belong to `layers.rotary`.
+Owns the parsing: `rope_theta` with `rope_scaling`, `rope_parameters`, and the flat `rope_scaling_*` names of ModelArgs.
+The frequencies belong to `layers.rotary`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RopeConfig:
 
     rope_type: str = "default"
     theta: float = 10000.0
-    partial_rotary_factor: float = 1.0  # the share of a head's features that is rotated
+    partial_rotary_factor: float = 1.0  # the fraction of a head's features that is rotated
     factor: float = 1.0
     original_max_position_embeddings: int = 0  # the trained length; dynamic, llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
@@ -51,7 +51,7 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
-    short_factor: tuple[float, ...] = ()  # longrope, one a frequency: the divisors up to the trained length
+    short_factor: tuple[float, ...] = ()  # longrope, one per frequency: the divisors up to the trained length
     long_factor: tuple[float, ...] = ()  # longrope: those beyond it
 
     def __post_init__(self) -> None:
@@ -66,8 +66,8 @@ class RopeConfig:
 
     @property
     def attention_scaling(self) -> float:
-        """What cosines and sines are multiplied by: 1, or the temperature of yarn (arXiv:2309.00071, 3.4) and of
-        longrope (arXiv:2402.13753)."""
+        """The factor of cosines and sines: 1, or the temperature of yarn (arXiv:2309.00071, 3.4) and of longrope
+        (arXiv:2402.13753)."""
         if self.rope_type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -148,8 +148,9 @@ def parse_layer_ropes(
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotary parameters of full-attention layers, and of sliding ones where those have their own.
 
-    They do in a `rope_parameters` with a dict per layer type, or beside a `rope_local_base_freq`; HF's older spelling
-    scales (`rope_scaling`) full layers only. A sliding layer's type other than default is a ValueError.
+    They do if `rope_parameters` has a dict per layer type, or if there is a `rope_local_base_freq`. In that older HF
+    spelling, `rope_scaling` applies to full-attention layers only. For sliding layers, a rope type other than default
+    is a ValueError.
     """
     defaults = defaults or {}
     nested = {key: value for key, value in (raw.get("rope_parameters") or {}).items() if isinstance(value, Mapping)}

@@ -1,4 +1,4 @@
-"""Building blocks of a model: linear, vocabulary, norm, rotary and feed-forward layers, dense and sparse."""
+"""Layers of a model: linear, embedding and head, norm, rotary embedding, dense and mixture-of-experts MLP."""
 
 from __future__ import annotations
 

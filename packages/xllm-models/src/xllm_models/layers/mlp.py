@@ -1,4 +1,4 @@
-"""The gated feed-forward block: down(act(gate(x)) * up(x))."""
+"""The gated MLP: down(act(gate(x)) * up(x))."""
 
 from __future__ import annotations
 

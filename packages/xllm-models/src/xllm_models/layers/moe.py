@@ -1,4 +1,4 @@
-"""The sparse feed-forward block: a router and its experts, whose features are sharded over tensor-parallel ranks.
+"""The mixture-of-experts MLP: a router and its experts, whose features are sharded over tensor-parallel ranks.
 
 E experts, N hidden, I features of one expert on this rank.
 """
@@ -14,7 +14,7 @@ from .parallel import ShardedModule, TensorParallel, WeightShard
 
 
 class Router(nn.Module):
-    """x [T, N] -> logits [T, E], whole on every rank."""
+    """x [T, N] -> logits [T, E]. Every rank holds the whole weight."""
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Norms as layers, replicated on every rank."""
+"""Norm layers, with and without a residual sum. Every rank holds the whole weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .prefetch import PrefetchingModule
 
 
 class RMSNorm(nn.Module):
-    """x [..., size] -> the same shape, contiguous. With `unit_offset` the weight is a difference from 1."""
+    """x [..., size] -> the same shape, contiguous. With `unit_offset` the factor is 1 + weight (Gemma)."""
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
 
 class ResidualRMSNorm(PrefetchingModule):
-    """(x, residual) -> (norm of x + residual, x + residual). Without a residual (at the first layer) x begins one.
+    """(x, residual) -> (norm of x + residual, x + residual). Without a residual (first layer): (norm of x, x).
 
     With `tp` an x that comes with a residual is a partial sum (`reduce_results=False` of the layer before). The
     sum over the ranks, the residual sum and the norm are then one op, which overwrites x.

@@ -1,4 +1,4 @@
-"""The rotary embedding layer: frequencies of every supported type, and the table that the op reads.
+"""The rotary embedding layer: its frequencies, by rope type, and the table of cosines and sines that the op reads.
 
 P positions, R rotary features of a head (R / 2 frequencies).
 """
@@ -16,10 +16,10 @@ from .norm import RMSNorm
 
 
 class RotaryEmbedding(nn.Module):
-    """q [T, H, D], k [T, K, D] at positions [T] -> both rotated, after the norms of their heads where there are any.
+    """q [T, H, D], k [T, K, D] at positions [T] -> both rotated, after the norms of their heads if there are any.
 
-    The table `cos_sin` [P, R] stays fp32 whatever the model's dtype. It is made on the CPU, so that every device
-    reads the same values. `interleaved`: the layout of `ops.rotary`.
+    The table `cos_sin` [P, R] is fp32 in every model dtype. It is computed on the CPU, so that every device reads the
+    same values. `interleaved`: the layout of `ops.rotary`.
     """
 
     cos_sin: torch.Tensor  # [P, R] fp32: R / 2 cosines, then R / 2 sines
@@ -66,7 +66,7 @@ def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.T
 
 
 def inverse_frequencies(rope: RopeConfig, num_features: int, num_positions: int) -> torch.Tensor:
-    """[R / 2] fp32 radians per position; for the dynamic type [P, R / 2], one row a position."""
+    """[R / 2] fp32 radians per position; for the dynamic type [P, R / 2], one row per position."""
     exponents = torch.arange(0, num_features, 2, dtype=torch.float32, device="cpu") / num_features
     if rope.rope_type == "dynamic":
         return _dynamic(rope, exponents, num_features, num_positions)
@@ -85,8 +85,8 @@ def inverse_frequencies(rope: RopeConfig, num_features: int, num_positions: int)
 def _dynamic(rope: RopeConfig, exponents: torch.Tensor, num_features: int, num_positions: int) -> torch.Tensor:
     """NTK-aware base that grows with the length (HF transformers' `dynamic`).
 
-    HF takes the length from the batch at hand. Here position p uses the base of length p + 1, which is what HF does
-    when it decodes token by token, and which depends neither on chunks nor on the rest of the batch.
+    HF takes the length from the current batch. Here position p uses the base of length p + 1, as HF does when it
+    decodes token by token. The result then depends neither on chunked prefill nor on the rest of the batch.
     """
     if num_features <= 2:
         raise ValueError(f"rope type 'dynamic' needs more than 2 rotary features, got {num_features}")
@@ -111,8 +111,8 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 def _longrope_factors(rope: RopeConfig, num_features: int, num_positions: int) -> torch.Tensor:
     """The long factors where more positions are served than were trained (arXiv:2402.13753).
 
-    HF switches a sequence from short to long as it grows, and drops its cache then. A cache that holds keys of both
-    kinds would be wrong, so here the served length decides once, for all sequences.
+    HF switches a growing sequence from short to long factors and drops its KV cache then. A cache with keys of both
+    would be wrong, so here the longest served length chooses once, for all sequences.
     """
     factors = rope.long_factor if num_positions > rope.original_max_position_embeddings else rope.short_factor
     if len(factors) != num_features // 2:

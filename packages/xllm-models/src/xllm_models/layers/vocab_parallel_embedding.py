@@ -1,6 +1,6 @@
-"""Embedding and head over a vocabulary that is cut across tensor-parallel ranks.
+"""Embedding and language-model head, whose vocabulary is sharded over the tensor-parallel ranks.
 
-The vocabulary is padded up to the ranks, then cut, so any size serves any number of ranks. T tokens, V vocabulary.
+The vocabulary is padded to a multiple of tp_size, so any size works with any number of ranks. T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class VocabParallelEmbedding(_VocabularyRows):
 
 
 class ParallelLMHead(_VocabularyRows):
-    """hidden [n, hidden] -> logits [n, V] on every rank. `tied` shares the embedding's rows."""
+    """hidden [n, hidden] -> logits [n, V] on every rank. `tied`: the embedding whose weight the head shares."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint directory: one safetensors file, or the shards that an index lists."""
+"""Opens the weight files of a checkpoint directory: one safetensors file, or the files that an index lists."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def open_checkpoint(directory: Path) -> list[SafetensorsStateDict]:
-    """Open a directory's weights. With an index, only the tensors it lists exist, whatever else the files hold.
+    """Open a directory's weights. With an index, only the tensors that it lists are visible.
 
-    FileNotFoundError when there are none or a listed shard is missing (all missing ones are named), ValueError for
-    an index or a file that cannot be read.
+    FileNotFoundError if there are no weights or listed files do not exist (it names them all), ValueError for an index
+    or a file that cannot be read.
     """
     index_path = directory / INDEX_FILE
     if not index_path.is_file():

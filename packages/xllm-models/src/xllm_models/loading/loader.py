@@ -19,22 +19,22 @@ from ..layers.parallel import ShardedModule, WeightShard
 from .state_dict import SafetensorsStateDict, SliceableStateDict, StateDict, shape_and_dtype, tensor_region
 from .weight_map import WeightMap
 
-# Both spellings, torch's and safetensors'. A quantized or integer tensor would be copied without its scale.
+# In PyTorch's and in safetensors' spelling. Integer and fp8 tensors are refused: they need a scale.
 _FLOAT_DTYPES = frozenset(
     {"torch.float64", "torch.float32", "torch.float16", "torch.bfloat16", "F64", "F32", "F16", "BF16"}
 )
 
 _PIECE_BYTES = 4 << 20  # of a piece in fp32
-_PIECE_ROWS = 8  # pieces are multiples of this many rows: quantized formats pack them together
+_PIECE_ROWS = 8  # a piece is a multiple of 8 rows, which quantized formats pack together
 
 
 class WeightError(ValueError):
-    """Checkpoint and model do not fit; the message lists every tensor at fault."""
+    """The checkpoint does not fit the model; the message lists every such tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copy:
-    """One checkpoint region on its way into a parameter."""
+    """One copy from a region of a checkpoint tensor to a region of a parameter."""
 
     source: str
     parameter: torch.Tensor  # the whole parameter
@@ -52,8 +52,8 @@ def load_weights(
     """Copy the checkpoint into the module's parameters, converting to their dtype and device.
 
     The parameters keep their storage, so a captured graph stays valid. `tied`: the map's tied names share storage.
-    All mismatches (missing, unexpected, duplicate, wrongly shaped or typed tensors) come in one WeightError, before
-    anything is written. `progress` shows a bar on stderr.
+    One WeightError, raised before anything is written, lists all missing, unexpected and duplicate tensors, and those
+    of a wrong shape or dtype. `progress` shows a progress bar on stderr.
     """
     where = {name: state_dict for state_dict in state_dicts for name in list(state_dict.keys())}
     aliases = weight_map.tied if tied else {}
@@ -76,7 +76,7 @@ def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
-            if id(parameter) in seen:  # a tied head: its storage is the embedding's
+            if id(parameter) in seen:  # a tied head shares the embedding's parameter
                 continue
             seen.add(id(parameter))
             full_name = f"{prefix}.{name}" if prefix else name
@@ -95,7 +95,7 @@ def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
 
 
 def _within_one_tensor(shards: Sequence[WeightShard]) -> tuple[WeightShard, ...]:
-    """Parts of tensors that the checkpoint holds as one, one after another along dimension 0."""
+    """The shards of a parameter whose sources are one tensor in the checkpoint, concatenated along dimension 0."""
     total = sum(shard.shape[0] for shard in shards)
     offset, found = 0, []
     for shard in shards:
@@ -119,7 +119,7 @@ def _check(
     where: Mapping[str, StateDict],
     counts: Mapping[str, int],
 ) -> None:
-    """Raise one WeightError that lists every tensor at fault, if any."""
+    """Raise one WeightError that lists every tensor that does not fit, if any."""
     expected = {copy.source: copy.shard.shape for copy in copies}
     expected |= {alias: expected[name] for alias, name in aliases.items() if name in expected and alias in where}
     faults = {
@@ -154,8 +154,8 @@ def _read(state_dict: StateDict, name: str, shard: WeightShard) -> torch.Tensor:
 def _fill(copy: _Copy, state_dict: StateDict) -> None:
     """Write the shard into its region of the parameter.
 
-    What is cut, converted or dequantized on its way takes memory of its own, so it comes in pieces of some rows. A
-    plain file's whole tensor does not: it is the mapped file.
+    A sliced, converted or dequantized tensor takes extra memory, so it is copied in pieces of some rows. A whole tensor
+    of a safetensors file does not: it is the mapped file.
     """
     target = copy.parameter[copy.shard.target]
     while target.ndim > len(copy.shard.source):

@@ -29,16 +29,16 @@ def load_model(
 
     Args:
         path: directory with config.json and safetensors weights.
-        device: where the weights live; one that is not there is a ValueError.
+        device: the weights' device.
         dtype: of weights and activations; None takes the config's.
-        tp_rank, tp_size: this rank's share, see `TensorParallel`.
-        max_model_len: the longest sequence to be served; None: all that the positions allow. It sizes the rotary
-            tables, and decides for longrope (Phi-3) between the factors of short and of long sequences.
-        progress: show a bar on stderr.
+        tp_rank, tp_size: see `TensorParallel`.
+        max_model_len: the longest sequence to serve; None: the model's positions. It sizes the rotary table. With
+            longrope (Phi-3) it chooses between the short and the long factors.
+        progress: show a progress bar on stderr.
 
     Raises:
-        FileNotFoundError: the directory, its config.json or a weight file is not there.
-        ValueError: an unsupported architecture, configuration or dtype, or weights that do not fit.
+        FileNotFoundError: the directory, its config.json or a weight file does not exist.
+        ValueError: an unsupported architecture, configuration, dtype or device, or weights that do not fit.
     """
     directory = Path(path)
     raw = read_config(directory)
@@ -65,9 +65,9 @@ def load_model(
 
 
 def register_port(target: str, path: str | Path) -> None:
-    """Let the class `target`, MODULE:CLASS, serve the architecture of the checkpoint at `path` in this process.
+    """Register the class `target`, MODULE:CLASS, for the architecture of the checkpoint at `path`, in this process.
 
-    What is no such class, and an architecture that is served already, are ValueErrors.
+    ValueError for a target that is not such a class, and for an architecture that is registered already.
     """
     module, _, name = target.partition(":")
     if not name:

@@ -1,6 +1,6 @@
-"""Quantized checkpoints, read as if they held plain weights: each region is dequantized when it is read.
+"""Dequantizes the weights of a quantized checkpoint, region by region, when they are read.
 
-Owns the formats: fp8 with a scale for a block, a row or a tensor, and 4-bit integers as AWQ and GPTQ pack them.
+Owns the formats: fp8 with one scale per block, row or tensor, and 4-bit integers as AWQ and GPTQ pack them.
 N outputs, K inputs of a linear layer; its weight is [N, K].
 """
 
@@ -20,7 +20,7 @@ from .state_dict import StateDict, TensorSlice, shape_and_dtype, tensor_region
 _LOGGER = logging.getLogger(__name__)
 
 _FP8_SCALES = ("weight_scale_inv", "weight_scale")
-_FP8_UNUSED = ("input_scale",)  # of activations, which stay in the model's dtype here
+_FP8_UNUSED = ("input_scale",)  # for activations, which are not quantized here
 _INT4_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 # AWQ's order of the eight 4-bit values in an int32, from the low end.
@@ -28,9 +28,9 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def dequantized(state_dicts: Sequence[StateDict], quantization: Quantization) -> list[StateDict]:
-    """The same state dicts, in which a quantized layer has a plain `weight`. Logs once that it dequantizes.
+    """State dicts in which each quantized layer has a dequantized `weight`. Logs one warning.
 
-    A checkpoint that is quantized otherwise than `quantization` says is a WeightError that lists every tensor at fault.
+    A WeightError lists every tensor whose shape does not fit `quantization`.
     """
     checkpoint = _Checkpoint(state_dicts)
     found = [_DequantizedStateDict(own, checkpoint, quantization) for own in state_dicts]
@@ -46,7 +46,7 @@ def dequantized(state_dicts: Sequence[StateDict], quantization: Quantization) ->
 
 
 class _Checkpoint:
-    """All state dicts: a weight and its scale may lie in different files."""
+    """All state dicts together: a weight and its scale may be in different files."""
 
     def __init__(self, state_dicts: Sequence[StateDict]) -> None:
         self._where = {name: state_dict for state_dict in state_dicts for name in list(state_dict.keys())}
@@ -65,17 +65,17 @@ class _Checkpoint:
 
 
 class _DequantizedStateDict:
-    """One of them: its plain tensors as they are, its quantized weights dequantized."""
+    """One state dict: plain tensors unchanged, quantized weights dequantized."""
 
     def __init__(self, own: StateDict, checkpoint: _Checkpoint, quantization: Quantization) -> None:
         self._own = own
         self._weights = dict(_quantized_weights(own, checkpoint, quantization))
-        hidden = _INT4_PARTS if quantization.kind != "fp8" else (*_FP8_SCALES, *_FP8_UNUSED)
+        hidden = _INT4_PARTS if quantization.format != "fp8" else (*_FP8_SCALES, *_FP8_UNUSED)
         names = [name for name in list(own.keys()) if name.rpartition(".")[2] not in hidden]
         self._names = dict.fromkeys([*names, *self._weights])
 
     def faults(self) -> Iterator[str]:
-        """What does not fit the quantized weights: tensor, found, expected."""
+        """Tensors of the wrong shape: name, found, expected."""
         for weight in self._weights.values():
             yield from weight.faults()
 
@@ -101,7 +101,7 @@ def _quantized_weights(
     """The dequantized name and weight of every quantized layer whose main tensor is in `own`."""
     for name in list(own.keys()):
         layer, _, last = name.rpartition(".")
-        if quantization.kind == "fp8":
+        if quantization.format == "fp8":
             scale = next((f"{layer}.{s}" for s in _FP8_SCALES if checkpoint.has(f"{layer}.{s}")), None)
             if last == "weight" and scale is not None:
                 yield name, _Fp8Weight(checkpoint=checkpoint, name=name, scale=scale, block=quantization.block)
@@ -109,12 +109,12 @@ def _quantized_weights(
             missing = [part for part in ("qzeros", "scales") if not checkpoint.has(f"{layer}.{part}")]
             if missing:
                 raise ValueError(f"quantized layer {layer} lacks {', '.join(missing)}")
-            kind = _AwqWeight if quantization.kind == "awq" else _GptqWeight
+            kind = _AwqWeight if quantization.format == "awq" else _GptqWeight
             yield f"{layer}.weight", kind(checkpoint=checkpoint, layer=layer, quantization=quantization)
 
 
 def _misfits(checkpoint: _Checkpoint, name: str, expected: Sequence[int]) -> Iterator[str]:
-    """The fault of a tensor that has another shape, if it has."""
+    """A message if the tensor has another shape."""
     if (found := checkpoint.shape(name)) != tuple(expected):
         yield f"{name} (checkpoint {list(found)}, expected {list(expected)})"
 
@@ -136,7 +136,7 @@ class _PlainSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fp8Weight:
-    """w = q * scale: q [N, K] fp8, scale a block's ([N / rows, K / columns], rounded up), a row's [N, 1] or one."""
+    """w = q * scale: q [N, K] fp8; scale per block [N / rows, K / columns] (rounded up), per row [N, 1] or one."""
 
     checkpoint: _Checkpoint
     name: str
@@ -144,7 +144,7 @@ class _Fp8Weight:
     block: tuple[int, int] | None
 
     def faults(self) -> Iterator[str]:
-        """Of the scale's shape."""
+        """The scale's shape."""
         shape, found = self.get_shape(), self.checkpoint.shape(self.scale)
         if self.block is not None:
             expected = [-(-size // per_scale) for size, per_scale in zip(shape, self.block, strict=False)]
@@ -171,7 +171,7 @@ class _Fp8Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Int4Weight:
-    """What AWQ and GPTQ share: w[n, k] = (q[k, n] - zero[group of k, n]) * scale[group of k, n].
+    """Base of AWQ and GPTQ weights: w[n, k] = (q[k, n] - zero[group of k, n]) * scale[group of k, n].
 
     scales [G, N]; qzeros [G, N / 8] int32. A subclass unpacks q and the zeros.
     """
@@ -184,7 +184,7 @@ class _Int4Weight:
         return "F32"
 
     def _misfitting_parts(self, num_outputs: int, num_groups: int) -> Iterator[str]:
-        """Faults of the shapes of zeros and scales."""
+        """The shapes of zeros and scales."""
         yield from _misfits(self.checkpoint, f"{self.layer}.qzeros", [num_groups, -(-num_outputs // 8)])
         yield from _misfits(self.checkpoint, f"{self.layer}.scales", [num_groups, num_outputs])
 
@@ -212,12 +212,12 @@ class _Int4Weight:
 
 
 class _AwqWeight(_Int4Weight):
-    """qweight [K, N / 8] int32: eight outputs a word, in AWQ's order."""
+    """qweight [K, N / 8] int32: eight outputs per word, in AWQ's order."""
 
     __slots__ = ()
 
     def faults(self) -> Iterator[str]:
-        """Of zeros and scales."""
+        """The shapes of zeros and scales."""
         num_outputs, num_inputs = self.get_shape()
         return self._misfitting_parts(num_outputs, -(-num_inputs // self._group_size(num_inputs)))
 
@@ -236,12 +236,12 @@ class _AwqWeight(_Int4Weight):
 
 
 class _GptqWeight(_Int4Weight):
-    """qweight [K / 8, N] int32: eight inputs a word; g_idx [K], where present, is each input's group."""
+    """qweight [K / 8, N] int32: eight inputs per word. g_idx [K], if present, is each input's group."""
 
     __slots__ = ()
 
     def faults(self) -> Iterator[str]:
-        """Of zeros and scales, and of the inputs' groups where they are given: those say how many there are."""
+        """The shapes of zeros and scales, and g_idx if present; the scales then give the number of groups."""
         num_outputs, num_inputs = self.get_shape()
         name = f"{self.layer}.g_idx"
         if not self.checkpoint.has(name):
@@ -275,7 +275,6 @@ class _GptqWeight(_Int4Weight):
 
 
 def _unpack(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """words [a, b] int32 -> [a, 8b] int32; `order[i]` is the place within a word's eight of its nibble i."""
+    """words [a, b] int32 -> [a, 8b] int32; nibble i of a word is its value number `order[i]`."""
     nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
-    places = torch.tensor(order).argsort()
-    return nibbles[..., places].flatten(-2)
+    return nibbles[..., torch.tensor(order).argsort()].flatten(-2)

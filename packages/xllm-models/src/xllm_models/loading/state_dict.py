@@ -1,6 +1,6 @@
-"""What weights are read from: any object with names and tensors, sliced lazily where it can be.
+"""State dicts, the sources of weights: named tensors, which a source may read slice by slice.
 
-Owns the protocols and the two sources built in: tensors in memory and a safetensors file.
+Owns the protocols and two implementations: tensors in memory and a safetensors file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StateDict(Protocol):
 
 
 class TensorSlice(Protocol):
-    """A tensor that is read only where it is indexed."""
+    """A lazy tensor: indexing it reads that region only."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -57,9 +57,9 @@ class DictStateDict:
 
 
 class SafetensorsStateDict:
-    """A safetensors file, mapped rather than read; `names` restricts it to those an index lists.
+    """A memory-mapped safetensors file; `names` restricts it to the tensors that an index lists.
 
-    A file that is cut off or not safetensors, or that lacks one of `names`, is a ValueError that names it.
+    ValueError for a truncated file, one that is not safetensors, and one without a tensor of `names`.
     """
 
     def __init__(self, path: Path, names: Iterable[str] | None = None) -> None:
@@ -91,7 +91,7 @@ class SafetensorsStateDict:
 
 
 def shape_and_dtype(state_dict: StateDict, name: str) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype's name of a tensor, without reading it where the state dict can do that."""
+    """Shape and dtype name of a tensor; a sliceable state dict does not read it for that."""
     if isinstance(state_dict, SliceableStateDict):
         tensor_slice = state_dict.get_slice(name)
         return tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
@@ -100,7 +100,7 @@ def shape_and_dtype(state_dict: StateDict, name: str) -> tuple[tuple[int, ...], 
 
 
 def tensor_region(state_dict: StateDict, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-    """A region of a tensor, reading no more than that where the state dict can do it."""
+    """A region of a tensor; a sliceable state dict reads no more than that."""
     if isinstance(state_dict, SliceableStateDict):
         return state_dict.get_slice(name)[region]
     return state_dict.get_tensor(name)[region]

@@ -1,7 +1,7 @@
 """Gemma 3 (text), after HF transformers' Gemma3ForCausalLM: windows in most layers, norms before and after each block,
 scaled embeddings.
 
-T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Llama (1 to 3), after HF transformers' LlamaForCausalLM.
 
-T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mistral, after HF transformers' MistralForCausalLM: Llama with a window in every layer and no biases.
 
-T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The served length (`max_model_len`) decides between the short and the long factors of its longrope.
 
-T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
 
 from __future__ import annotations

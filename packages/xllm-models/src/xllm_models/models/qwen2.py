@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 (dense), after HF transformers' Qwen2ForCausalLM: Llama with biases of q, k and v, and windows.
 
-T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3 (dense), after HF transformers' Qwen3ForCausalLM: Llama with normed queries and keys, and windows.
 
-T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3-MoE, after HF transformers' Qwen3MoeForCausalLM: Qwen3 whose layers choose among experts.
 
-T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Granite 3, after HF transformers' GraniteForCausalLM: Llama with four multipliers.
 
-T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
+T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
 
 from __future__ import annotations
