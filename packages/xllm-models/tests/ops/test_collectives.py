@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from xllm_attention.op_library import collective_ops
 from xllm_models import ops
 
 
@@ -47,6 +48,13 @@ def test_collectives_keep_their_schemas_and_fakes(group_of_one: str, rows: int) 
         assert torch.equal(found, expected)
     assert torch.equal(ops.reduce_scatter(x, 1, group_of_one), x)
     assert torch.equal(ops.broadcast_(x.clone(), 0, group_of_one), x)
+
+
+def test_every_op_that_takes_a_group_is_marked_as_a_collective() -> None:
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("xllm::")]
+    with_group = {schema.name for schema in schemas if any(argument.name == "group" for argument in schema.arguments)}
+    assert len(with_group) >= 5
+    assert with_group <= collective_ops()
 
 
 def test_another_number_of_ranks_is_refused(group_of_one: str) -> None:
@@ -109,7 +117,7 @@ def test_collectives_between_two_ranks(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -242,7 +242,7 @@ def test_symmetric_memory_uses_the_algorithm_of_the_rule(group: distributed.Proc
     assert transport.all_gather_into(out, torch.ones(512), 0) == "gloo"
     assert out.tolist() == [1] * 512
     memory, buffers, *again = shared
-    assert again == [buffers] * 3
+    assert [one is buffers for one in again] == [True] * 3
     assert memory.numel() == RULE.two_shot_max_bytes + buffer_bytes(1)
     assert buffers.rank == 0
     assert buffers.addresses.tolist() == [memory.data_ptr() + RULE.two_shot_max_bytes]
