@@ -8,6 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
+
+from xllm_models.passes import run_on_meta
+
 BUILD_ALL = """
 import json, sys
 from xllm_models import TensorParallel, get_model_class
@@ -23,3 +28,20 @@ FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_
 def test_building_a_model_imports_no_compiler(draw_config: Callable[[str, int], dict[str, Any]]) -> None:
     configs = [draw_config(family, 0) | {"model_type": family} for family in FAMILIES]
     subprocess.run([sys.executable, "-c", BUILD_ALL, json.dumps(configs)], check=True, timeout=120)
+
+
+class ScalarOnCpu(nn.Module):
+    """Computes a factor from scalars on the CPU, whose values it may read."""
+
+    factor = 0.0
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor(6.0, device="cpu") * torch.tensor(0.5, device="cpu")
+        self.factor = scale.item()
+        return input_ids.unsqueeze(1) * scale
+
+
+def test_scalars_on_the_cpu_keep_their_values() -> None:
+    model = nn.ModuleDict({"decoder": ScalarOnCpu(), "lm_head": nn.Identity()})
+    run_on_meta(model, decoder=model["decoder"], lm_head=model["lm_head"], observers=())
+    assert model["decoder"].factor == 3.0

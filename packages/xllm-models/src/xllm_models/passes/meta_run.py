@@ -91,8 +91,9 @@ def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         weight, indices = args[:2]
         return weight.new_empty((*indices.shape, weight.shape[1]))
     # Elementwise ops of one token are small enough to compute on the CPU.
-    of_meta_only = all(tensor.is_meta or not tensor.ndim for tensor in _tensors((args, kwargs)))
-    if torch.Tag.pointwise in op.tags and not op._schema.is_mutable and of_meta_only:
+    tensors = _tensors((args, kwargs))
+    on_meta = any(x.is_meta for x in tensors) and all(x.is_meta or not x.ndim for x in tensors)
+    if torch.Tag.pointwise in op.tags and not op._schema.is_mutable and on_meta:
         args, kwargs = tree_map_only(torch.Tensor, lambda x: torch.ones(x.shape, dtype=x.dtype), (args, kwargs))
         output = op(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), output)

@@ -117,7 +117,7 @@ def _keeps_sum(packet: Any, args: tuple[Any, ...], operands: Sequence[torch.Tens
     if packet in _FACTORS:
         divides = packet in (_aten.div, _aten.div_)
         return num_partial == 1 and not (divides and operands[0] is not args[0])
-    # A number in the place of a tensor would be added once for each rank.
+    # Each rank would add a plain number, so the sum would have it tp_size times.
     return packet in _SUMS and num_partial == len(operands) >= 2
 
 
