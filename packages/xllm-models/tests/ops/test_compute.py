@@ -159,10 +159,10 @@ def test_embedding_shards_are_each_rank_s_rows_and_zeros(
     ids = torch.tensor([0, held - 1, held, vocab_size - 1, 2, 0, min(2 * held, vocab_size - 1)][:rows], dtype=id_dtype)
     shards = []
     for rank in range(size):
-        segment, num_rows = TensorParallel(rank=rank, size=size).cut_padded(vocab_size)
+        shard, num_rows = TensorParallel(rank=rank, size=size).shard_padded(vocab_size)
         weight = torch.full((num_rows, 9), torch.nan, dtype=dtype)  # padding: no row of an id may show it
-        weight[: segment.count] = whole[segment.start : segment.start + segment.count]
-        shards.append(ops.embedding_shard(ids, weight, segment.start, segment.count))
+        weight[: shard.count] = whole[shard.start : shard.start + shard.count]
+        shards.append(ops.embedding_shard(ids, weight, shard.start, shard.count))
     owners = (ids // held).tolist()
     want = torch.nn.functional.embedding(ids, whole)
     for rank, got in enumerate(shards):
