@@ -29,7 +29,7 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def decode_rows(cells: list[dict[str, Any]], read: float) -> list[list[str]]:
-    """One row a batch and context; the fastest candidate is bold, and what auto takes is marked."""
+    """One row per batch and context; the fastest candidate is bold, and what auto takes is marked."""
     rows = []
     for cell in cells:
         best = min(cell["us"][name] for name in COLUMNS)
@@ -72,7 +72,7 @@ def page() -> str:
         f"{versions}, Python {stamp['python']}, CUDA {stamp['cuda']}, commit {stamp['commit']}, {stamp['date'][:10]}, "
         f"`{stamp['command']}`.",
         "",
-        "16 heads over 8 key heads of 128, bfloat16, pages of 16 in random order. Times are for one layer, appending "
+        "16 heads over 8 KV heads of 128, bfloat16, pages of 16 in random order. Times are for one layer, appending "
         "the step's keys and values included (flashinfer's too: by our kernel). Decode is timed as a captured graph "
         "of 28 layers with distinct caches, or as many as fit 100 GiB. TB/s counts the keys and values that must be "
         f"read; reading 4 GB and doing nothing else reaches {read:.2f} TB/s.",
@@ -95,7 +95,7 @@ def page() -> str:
         "",
         "## Other steps",
         "",
-        "us a layer, append included: on the device, and the host's time to launch it.",
+        "us per layer, append included: on the device, and the host's time to launch it.",
         "",
         *table(
             ["step", "triton", "flashinfer", "triton, launch", "flashinfer, launch"],
@@ -110,7 +110,7 @@ def page() -> str:
         "",
         "## Host time of plan",
         "",
-        "us a step at context 1024, one attention group, idle device.",
+        "us per step at context 1024, one attention group, idle device.",
         "",
         *table(
             ["phase", "B", "backend", "us"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,20 +125,3 @@ def test_a_failed_plan_leaves_no_plan(phased: PhasedBackend) -> None:
 def test_a_choice_passes_the_conformance_suite(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     assert run_case(partial(create_backend, "decode=triton,prefill=torch"), case).refused is None
-
-
-def test_a_choice_with_an_out_of_tree_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example package of an out-of-tree backend lies in tests/example_backend."""
-    monkeypatch.syspath_prepend(Path(__file__).parent / "example_backend")
-    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-    backend = create_backend("decode=example,prefill=torch", [spec], LIMITS)
-    assert isinstance(backend, PhasedBackend)
-    assert {phase: each.name for phase, each in backend.by_phase.items()} == {
-        Phase.PREFILL: "torch",
-        Phase.CHUNKED: "torch",
-        Phase.DECODE: "example",
-    }
-    for name in ("prefill", "graph-decode"):
-        case = next(case for case in CASES if case.name == name)
-        result = run_case(partial(create_backend, "example"), case)
-        assert result.refused == ("example has no decode in a full graph" if case.graph else None)

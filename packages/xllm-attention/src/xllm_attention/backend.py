@@ -1,7 +1,7 @@
-"""`AttentionBackend`: the interface between the attention op and the code that attends.
+"""`AttentionBackend`: the base class of attention backends, between the attention op and the kernels.
 
-Owns the order of calls (bind, plan, run), the checks that hold for every backend, the grouping of layers by spec and
-the plan counts. How a step is planned and run belongs to the subclasses.
+Owns the order of calls (bind, plan, run), the checks that hold for every backend, the attention groups (layers of equal
+spec) and the plan counts. Subclasses plan and run the steps.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .spec import AttentionSpec
 
 
 class Phase(Enum):
-    """What kind of step it is: the two flags of the metadata as one value."""
+    """Phase of a step: the flags is_prefill and is_chunked_prefill of the metadata as one value."""
 
     PREFILL = "prefill"  # whole prompts, no prefix
-    CHUNKED = "chunked"  # chunks, prefixes, mixed batches, several tokens a sequence in decode
-    DECODE = "decode"  # one token each
+    CHUNKED = "chunked"  # chunks, prefixes, mixed batches, several tokens per sequence
+    DECODE = "decode"  # one token per sequence
 
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> Phase:
@@ -40,10 +40,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendCapabilities:
-    """What a backend can do. None means no restriction.
+    """What a backend supports. None means no restriction.
 
-    A full graph's metadata has the fields that are always present, and None for optional ones: a backend that plans
-    from those leaves the phase out of `full_graph_phases`.
+    In a full graph the metadata's optional fields are None. A backend that plans a phase from them leaves that phase
+    out of `full_graph_phases`.
     """
 
     full_graph_phases: frozenset[Phase] = frozenset()  # phases whose run() may be captured after plan(graph=True)
@@ -66,8 +66,8 @@ class BackendCapabilities:
         return None
 
 
-class Step(NamedTuple):  # of all ways to carry these to a hook, the one that costs a step the least
-    """One step as the planning hooks see it. Lives for one `plan` call: the metadata's memory is the caller's."""
+class Step(NamedTuple):  # a named tuple costs the host less per step than a dataclass
+    """One step, as the planning hooks get it. Valid during one `plan` call: the caller owns the metadata's memory."""
 
     metadata: AttentionMetadata
     phase: Phase
@@ -131,10 +131,10 @@ class AttentionBackend(ABC):
 
     @property
     def plan_layout(self) -> Hashable:
-        """What a graph that captures `run` now would bake in of the plan, besides addresses that never change.
+        """Everything in the current plan that a captured `run` depends on, apart from buffers at fixed addresses.
 
-        A graph serves every plan(graph=True) of an equal layout. Here the phase and the padded sizes; a subclass whose
-        plan also chooses kernels, grids or places in a workspace by the step's lengths adds them.
+        A captured graph serves every plan(graph=True) of an equal layout. The base class gives the phase and the padded
+        sizes. A subclass whose plan picks kernels, grids or workspace offsets by the step's lengths adds those.
         """
         return self._layout
 
@@ -147,9 +147,9 @@ class AttentionBackend(ABC):
 
     @final
     def bind_kv_caches(self, caches: Sequence[LayerCache]) -> None:
-        """Gives the backend its caches, one per layer; their memory stays the caller's.
+        """Binds the KV caches, one per layer. The caller owns their memory.
 
-        Strides are free as long as no two elements overlap. A step that was planned before is forgotten.
+        Any strides are accepted if no two elements overlap. Discards the current plan.
 
         Raises:
             ValueError: wrong number, rank, shape, dtype, device or strides, unequal page sizes or num_pages, or a
@@ -162,12 +162,12 @@ class AttentionBackend(ABC):
 
     @final
     def plan(self, metadata: AttentionMetadata, *, graph: bool = False) -> None:
-        """Prepares one step: one plan per group, which all its layers reuse. Never waits for the device.
+        """Plans one step: one plan per attention group, which all its layers reuse. Never waits for the device.
 
         Args:
             metadata: of the step; read during this call only.
-            graph: the step is, or will be, replayed from a full graph: fill persistent buffers whose addresses depend
-                on the bucket (the padded number of sequences) only, so that a captured `run` stays right.
+            graph: plan for a full graph: fill persistent buffers whose addresses depend only on the bucket (the padded
+                number of sequences), so that a captured `run` stays valid.
 
         Raises:
             RuntimeError: no cache is bound.
@@ -175,12 +175,12 @@ class AttentionBackend(ABC):
         """
         if self._page_size is None:
             raise RuntimeError("plan was called before bind_kv_caches")
-        self._num_tokens = None  # a step whose plan fails must not run on the previous one's
+        self._num_tokens = None  # if this plan fails, `run` must not use the previous one
         self.plan_checked(self._step(metadata, graph))
 
     @final
     def plan_checked(self, step: Step) -> None:
-        """`plan` of a step that another backend of equal limits has checked, which hands it on. Not for callers."""
+        """Plans a step that a backend of equal limits has checked. For backends that delegate: `PhasedBackend`."""
         self._num_tokens = None
         self._plan_step(step)
         for group in range(len(self.groups)):
@@ -193,7 +193,7 @@ class AttentionBackend(ABC):
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
         """Appends k, v at the step's slots (those below 0 are skipped), attends, and writes all of `out`.
 
-        T tokens, H heads, K kv heads, D head dim. Launches only; after `plan(graph=True)` it may be captured.
+        T tokens, H heads, K kv heads, D head dim. Only launches work; after `plan(graph=True)` it may be captured.
 
         Args:
             q: [T, H, D], any strides. T may exceed the planned step's tokens: the rest is padding.
@@ -217,11 +217,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def _plan_step(self, step: Step) -> None:
-        """Prepares what all groups share, such as the slots to write. Called before the groups' plans."""
+        """Plans what all groups share, such as the slots to write. Called before `_plan_group`."""
 
     @abstractmethod
     def _plan_group(self, step: Step, group: int) -> None:
-        """Prepares the step for the layers of `groups[group]`, whose spec is `group_specs[group]`."""
+        """Plans the step for the layers of `groups[group]`, whose spec is `group_specs[group]`."""
 
     @abstractmethod
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:

@@ -1,4 +1,4 @@
-"""The forward context: which backend serves the attention layers of the forward pass that is running.
+"""The forward context: holds the attention backend of the running forward pass.
 
 Set by runners, read by the attention op only. One value per thread and per asynchronous task; never process-global.
 """
@@ -18,7 +18,7 @@ _BACKEND: ContextVar[AttentionBackend] = ContextVar("xllm_attention_backend")
 
 @contextmanager
 def forward_context(backend: AttentionBackend) -> Iterator[None]:
-    """Makes `backend` the current one inside the block; nests, and restores the outer one however the block ends."""
+    """Makes `backend` the current one inside the block; contexts nest, and the outer one is restored on any exit."""
     token = _BACKEND.set(backend)
     try:
         yield

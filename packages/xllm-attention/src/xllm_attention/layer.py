@@ -1,4 +1,4 @@
-"""The `Attention` layer. Owns neither weights nor cache: it makes the output and calls the op."""
+"""The `Attention` layer: allocates the output and calls the attention op. Owns neither weights nor cache."""
 
 from __future__ import annotations
 

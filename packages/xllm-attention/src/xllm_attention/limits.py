@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLimits:
-    """What a backend is made for, besides the specs of its layers. The executor derives one from its options.
+    """What a backend is made for, apart from the specs of its layers. The executor derives one from its options.
 
     Attributes:
         device: of the caches, the queries and the metadata's device tensors.

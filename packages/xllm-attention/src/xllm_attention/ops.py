@@ -1,4 +1,4 @@
-"""The attention op, `torch.ops.xllm.attention`: the one point where a model meets a backend.
+"""Defines the attention op, `torch.ops.xllm.attention`, through which models call the current backend.
 
 Owns its dispatch to the current backend. The op is opaque to torch.compile and tagged `cudagraph_unsafe`, so that
 piecewise capture ends there.
@@ -14,7 +14,7 @@ from .op_library import define_op
 
 @define_op(mutates=["out"], tags=[torch.Tag.cudagraph_unsafe])
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
-    """Appends k, v to layer `layer_id`'s cache, attends, and writes `out`; the current backend does it all.
+    """Appends k, v to layer `layer_id`'s cache, attends, and writes `out`; all by the current backend.
 
     T tokens, H heads, K kv heads, D head dim: q [T, H, D], k and v [T, K, D], out [T, H, D], any strides.
 

@@ -1,7 +1,7 @@
-"""Which backends exist, and how one is made by name, by phase or automatically.
+"""Registry of attention backends: finds, loads and creates them by name, per phase or automatically.
 
 Owns the table of built-in backends and the reading of the entry-point group `xllm.attention_backends`, whose values
-name subclasses of `AttentionBackend`. Nothing is imported before it is asked for.
+name subclasses of `AttentionBackend`. A backend is imported when it is first asked for.
 """
 
 from __future__ import annotations

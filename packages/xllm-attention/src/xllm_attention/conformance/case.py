@@ -16,10 +16,10 @@ EMPTY: Final = -1
 
 
 class CacheLayout(Enum):
-    """How the caches lie in memory; a backend honours the strides or refuses to bind."""
+    """Memory layout of the caches. A backend supports the strides or refuses to bind."""
 
     CONTIGUOUS = "contiguous"
-    KV_INTERLEAVED = "kv_interleaved"  # k and v of a page side by side: [num_pages, 2, page_size, K, D]
+    KV_INTERLEAVED = "kv_interleaved"  # k and v of a page interleaved: [num_pages, 2, page_size, K, D]
     HEADS_FIRST = "heads_first"  # [num_pages, K, page_size, D]
 
 

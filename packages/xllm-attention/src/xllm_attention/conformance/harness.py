@@ -1,4 +1,4 @@
-"""Caches, page tables and tokens of one conformance case, as a serving framework would own them, and the reference.
+"""Caches, page tables and tokens of one conformance case, as a serving framework would own them.
 
 Everything random is derived from the case's name, so a failure repeats.
 """
@@ -105,7 +105,7 @@ class BackendHarness:
         tables = [[] if seq == EMPTY else self.tables[seq] for seq, _ in step]
         metadata = build_attention_metadata(q_lens, kv_lens, tables, self.case.page_size, self.device)
         if any(seq == EMPTY for seq, _ in step):
-            metadata = _as_decode(metadata, len(step), slots, live_rows)
+            metadata = _to_decode_step(metadata, len(step), slots, live_rows)
         if self.case.bucket is None:
             return metadata
         return self._pad(metadata, self.case.bucket)
@@ -118,7 +118,7 @@ class BackendHarness:
                 max_num_pages=self.num_pages,
                 device=self.device,
             )
-            # Whoever reads the page indices beyond the live ones must not be able to use them.
+            # Page indices after the live ones point to the page without owner: reading them gives poison.
             self._static.buffer("paged_kv_indices").fill_(self.num_pages - 1)
         decode = metadata.qo_indptr is None
         num_seqs = metadata.kv_cu_seq_lens.shape[0] - 1
@@ -142,7 +142,7 @@ def write(cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tens
             tensor[slot // page_size, slot % page_size] = value
 
 
-def _as_decode(
+def _to_decode_step(
     metadata: BuiltAttentionMetadata, num_rows: int, slots: list[int], live_rows: list[int]
 ) -> BuiltAttentionMetadata:
     """Turns the metadata of rows with one or no token into a decode step in which every row has one."""
@@ -160,7 +160,7 @@ def _as_decode(
 
 
 def _page_tables(case: Case, rng: random.Random) -> tuple[list[list[int]], int]:
-    """Scattered pages for every sequence; the last page, and with it the last slot, is nobody's."""
+    """Scattered pages for every sequence; no sequence owns the last page, and so the last slot."""
     needs = [-(-length // case.page_size) for length in case.final_lens]
     num_pages = sum(needs) + 3
     free = list(range(num_pages - 1))

@@ -1,4 +1,4 @@
-"""A check of offsets beyond 2^31 elements. Apart from the table of cases: it reserves two caches of 4 GiB."""
+"""A check of offsets beyond 2^31 elements. Not in the table of cases, since it reserves two caches of 4 GiB."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _SAME_SIZE_INT: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torc
 
 
 class ConformanceError(AssertionError):
-    """A backend did something other than what the suite asks for."""
+    """A backend deviates from the suite."""
 
 
 class BackendFactory(Protocol):
@@ -39,7 +39,7 @@ class BackendFactory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """What a case showed. A refused case was not run."""
+    """Result of a case. A refused case was not run."""
 
     max_error: float  # largest relative L2 error of a token and head
     refused: str | None = None  # the backend's reason
@@ -110,10 +110,10 @@ def _check_cache(cache: LayerCache, expected: dict[str, torch.Tensor], inputs: S
             continue
         page_size = tensor.shape[1]
         for slot in range(tensor.shape[0] * page_size):
-            place = (slot // page_size, slot % page_size)
-            if not _same_bytes(tensor[place], expected[name][place]):
-                kind = "written wrongly" if slot in inputs.slots.tolist() else "not this step's, yet overwritten"
-                raise ConformanceError(f"{where}: slot {slot} of the {name} cache is {kind}")
+            index = (slot // page_size, slot % page_size)
+            if not _same_bytes(tensor[index], expected[name][index]):
+                fault = "written wrongly" if slot in inputs.slots.tolist() else "not this step's, yet overwritten"
+                raise ConformanceError(f"{where}: slot {slot} of the {name} cache is {fault}")
 
 
 def _check_output(

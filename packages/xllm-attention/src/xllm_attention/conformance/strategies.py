@@ -19,8 +19,8 @@ def cases(draw: st.DrawFn, *, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
         decode = graph or draw(st.booleans())
         step = [(seq, 1 if decode else draw(st.integers(0, 20))) for seq in batch]
         if decode:
-            for place in draw(st.lists(st.integers(0, len(step)), max_size=2)):
-                step.insert(place, (EMPTY, 1))
+            for index in draw(st.lists(st.integers(0, len(step)), max_size=2)):
+                step.insert(index, (EMPTY, 1))
         steps.append(tuple(step))
     largest = max(sum(n for _, n in step) for step in steps)
     padding = draw(st.integers(0, 5))

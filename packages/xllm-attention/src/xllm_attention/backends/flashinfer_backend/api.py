@@ -1,4 +1,4 @@
-"""What this backend uses of FlashInfer, and what it relies on without being told. Owns no state.
+"""Lists the FlashInfer functions and private attributes that this backend uses, and wraps the private ones.
 
 `RELIED_ON` is compared with FlashInfer's source by a test that needs no GPU; some of it is private, because the public
 methods copy from the device (`plan` given device tensors) or allocate pinned buffers of their own.
@@ -62,7 +62,7 @@ INT_WORKSPACE_BYTES: Final = 8 << 20
 
 
 def set_workspaces(wrapper: Any, int_workspace: Any) -> None:
-    """Makes a wrapper use a shared int workspace in place of its own, which would cost 8 MiB for every bucket."""
+    """Makes a wrapper use a shared int workspace. Its own would cost 8 MiB per bucket."""
     wrapper._int_workspace_buffer = int_workspace
     wrapper._pin_memory_int_workspace_buffer = None  # one is lent for each plan
 
@@ -73,12 +73,12 @@ def lend_pinned(wrapper: Any, pinned: Any) -> None:
 
 
 def plan_info(wrapper: Any) -> tuple[int, ...]:
-    """Kernel choice, grid and workspace offsets of the last plan: what a captured run has baked in."""
+    """Kernel, grid and workspace offsets of the last plan: a captured run depends on them."""
     return tuple(int(number) for number in wrapper._plan_info)
 
 
 def set_paged_tables(wrapper: Any, *, qo_indptr: Any, kv_indptr: Any, last_page_lens: Any) -> None:
-    """Makes a planned paged prefill read these device arrays instead of the copies of the host's that plan made."""
+    """Makes a planned paged prefill read these device arrays, not the copies that `plan` made of host arrays."""
     wrapper._qo_indptr_buf = qo_indptr
     wrapper._paged_kv_indptr_buf = kv_indptr
     wrapper._paged_kv_last_page_len_buf = last_page_lens

@@ -1,4 +1,4 @@
-"""`FlashInferBackend`: which of FlashInfer's kernels serves a step. Owns the buffers that all groups share."""
+"""`FlashInferBackend`: plans and runs steps with FlashInfer's kernels. Owns the buffers that all groups share."""
 
 from __future__ import annotations
 
@@ -113,5 +113,5 @@ class FlashInferBackend(AttentionBackend):
 
 
 def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
-    """FlashInfer honours the strides of tokens and heads; elements of a head must be adjacent."""
+    """FlashInfer accepts any strides of tokens and heads; the elements of a head must be contiguous."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()

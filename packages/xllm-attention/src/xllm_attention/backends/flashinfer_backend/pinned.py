@@ -1,7 +1,7 @@
-"""Pinned host buffers for plans. Owns the rule that none is overwritten while the device may still read it.
+"""Ring of pinned host buffers for plans. None is overwritten while the device may still read it.
 
 FlashInfer's plan writes its schedule into a pinned buffer and enqueues a copy from there. The next step may be planned
-while the device has not reached that copy yet, so plans take turns on several buffers, each guarded by an event.
+before the device has reached that copy. So plans rotate through several buffers, each guarded by a CUDA event.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import torch
 
 
 class PinnedRing:
-    """Buffers that are handed out in turn.
+    """Pinned buffers, handed out in rotation.
 
     Args:
-        num_buffers: twice the plans of one step, so that a step ahead of the device never waits.
+        num_buffers: twice the plans of one step, so that planning one step early never waits.
         num_bytes: of each.
     """
 
@@ -23,13 +23,13 @@ class PinnedRing:
         self._next = 0
 
     def take(self) -> torch.Tensor:
-        """The next buffer. Waits only when the host is so far ahead that the device has not read it yet."""
+        """The next buffer. Waits only if the device has not yet read its previous contents."""
         event = self._events[self._next]
         if not event.query():  # type: ignore[no-untyped-call]
             event.synchronize()
         return self._buffers[self._next]
 
     def taken(self) -> None:
-        """Says that the copy from the buffer last taken is enqueued on the current stream."""
+        """Records the event of the last buffer, after its copy was enqueued on the current stream."""
         self._events[self._next].record()
         self._next = (self._next + 1) % len(self._buffers)

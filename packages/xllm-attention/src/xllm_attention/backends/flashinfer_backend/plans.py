@@ -76,7 +76,7 @@ class GroupPlans:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """What a captured run of the current plan has baked in."""
+        """What a captured run of the current plan depends on."""
         return () if self.current is None else api.plan_info(self.current)
 
     def plan_nothing(self) -> None:
@@ -170,15 +170,16 @@ class GroupPlans:
         api.set_workspaces(wrapper, self._int_workspace)
         return wrapper
 
-    def _prefill(self, kind: Any) -> Any:
-        wrapper = kind(self._float_workspace, "NHD", backend="fa2")
+    def _prefill(self, wrapper_class: Any) -> Any:
+        wrapper = wrapper_class(self._float_workspace, "NHD", backend="fa2")
         api.set_workspaces(wrapper, self._int_workspace)
         return wrapper
 
 
 def use_tensor_cores(group_size: int, num_seqs: int) -> bool:
-    """Whether decode uses tensor cores: for groups that the CUDA-core kernel lacks, large groups and large batches.
+    """Whether decode uses tensor cores: for large groups and batches, and group sizes without a CUDA-core kernel.
 
-    From 32 sequences on, long contexts gain more (a fifth) than short ones lose; below, CUDA cores are close or ahead.
+    From 32 sequences on, long contexts gain more (a fifth) than short ones lose. Below 32, CUDA cores are as fast or
+    faster.
     """
     return group_size not in api.CUDA_CORE_GROUP_SIZES or group_size > 4 or num_seqs >= 32

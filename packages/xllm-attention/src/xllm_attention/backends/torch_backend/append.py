@@ -1,4 +1,4 @@
-"""Writing a step's keys and values into the paged cache. Owns which row goes to which slot, planned once per step."""
+"""Writes a step's keys and values into the paged cache. Owns which row goes to which slot, planned once per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AppendPlan:
 
     rows: torch.Tensor  # [T] int64, row of k and v to take
     pages: torch.Tensor  # [T] int64, page to write
-    offsets: torch.Tensor  # [T] int64, place in that page
+    offsets: torch.Tensor  # [T] int64, slot in that page
     any_live: torch.Tensor  # [] bool
 
     @classmethod

@@ -1,4 +1,4 @@
-"""`TorchBackend`: which of the plans serves a step. Owns the bound caches and the current plans, no arithmetic."""
+"""`TorchBackend`: attention in PyTorch ops, the oracle for other backends. Owns the caches and the current plans."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ class DenseDecode:
         if self._spec.sliding_window:
             first_keys = (kv_lens - self._spec.sliding_window).clamp_min(0)
         first_pages = first_keys.div(self._page_size, rounding_mode="floor")
-        wanted = first_pages + self._page_range  # [B, M], place in the sequence's own table
+        wanted = first_pages + self._page_range  # [B, M], index into the sequence's own page table
         exists = wanted * self._page_size < kv_lens
         pages = torch.zeros_like(wanted)
         if metadata.paged_kv_indices.shape[0]:
-            places = torch.where(exists, metadata.paged_kv_indptr[:-1, None] + wanted, 0)
-            listed = metadata.paged_kv_indices.index_select(0, places.flatten()).view_as(places)
+            indices = torch.where(exists, metadata.paged_kv_indptr[:-1, None] + wanted, 0)
+            listed = metadata.paged_kv_indices.index_select(0, indices.flatten()).view_as(indices)
             pages = torch.where(exists, listed.to(torch.int64), 0)
         positions = first_pages * self._page_size + self._token_range  # [B, M * P]
         self._pages[:num_seqs].copy_(pages)

@@ -1,7 +1,7 @@
 """Attention sequence by sequence over its own tokens: prefill, chunks, mixed batches and decode outside of a graph.
 
-Owns the plan of a step made from the host mirrors. Only real tokens are gathered, so whatever lies in unused pages or
-behind a sequence's end never enters the arithmetic.
+Owns the plan of a step made from the host mirrors. Only real tokens are gathered, so unused pages and
+slots after a sequence's end never enter the arithmetic.
 """
 
 from __future__ import annotations

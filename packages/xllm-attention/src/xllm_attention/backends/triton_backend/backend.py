@@ -1,4 +1,4 @@
-"""`TritonBackend`: binds caches, plans steps, launches kernels. Owns the buffers' lifetime, no arithmetic."""
+"""`TritonBackend`: binds caches, plans steps and launches the Triton kernels. Owns their buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERPRETED = not isinstance(append_kernel, triton.JITFunction)
 class TritonBackend(AttentionBackend):
     """Paged attention in Triton kernels, for CUDA devices; on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
-    Decode is one launch a layer: it appends the new token, splits the keys of long sequences over many programs and
+    Decode is one launch per layer: it appends the new token, splits the keys of long sequences over many programs and
     combines them. Other steps take two. Every launch has a size that depends on the bucket only, whatever the lengths:
     the work list that says which program does what is made on the device by `plan`.
 
@@ -101,7 +101,7 @@ class TritonBackend(AttentionBackend):
         key, constants, options = self._variant(work, layer_id, (q, k, v, out), captured)
         self._attend(key, grid, arguments, constants, options)
         if self._can_overlap and self._graph and not captured:
-            # The capture comes with a variant of its own, which must not be compiled then.
+            # A capture launches the PDL variant. It is compiled here, since a capture must not compile.
             key, constants, options = self._variant(work, layer_id, (q, k, v, out), True)
             self._attend.prepare(key, arguments, constants, options)
 

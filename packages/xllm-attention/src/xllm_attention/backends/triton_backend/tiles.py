@@ -1,4 +1,4 @@
-"""Sizes of the kernels' tiles and of the work lists. Owns the numbers, and why they are what they are.
+"""Tuned tile sizes of the attention kernels and the sizes of work lists, with what was measured.
 
 Measured on an H200 (132 multiprocessors, 4.4 TB/s) with groups of 2 heads of 128 in bfloat16; see docs/attention.md.
 """
@@ -15,18 +15,18 @@ from ...spec import AttentionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """How the attention kernel is cut for one spec, dtype and kind of step."""
+    """Tile sizes of the attention kernel for one spec and dtype, for decode or for other steps."""
 
-    block_m: int  # query rows a program; a row is one token and one head of the group
-    block_n: int  # keys an iteration, and the unit of chunks
+    block_m: int  # query rows per program; a row is one token and one head of the group
+    block_n: int  # keys per iteration, and the unit of chunks
     kept_rows: int  # rows of a tile that a partial result keeps
     block_c: int  # chunks that are combined at a time
     num_warps: int
     num_stages: int  # of the pipeline that loads keys and values
-    max_registers: int | None  # a thread; None: as many as the compiler likes
-    least_units: int  # units of a chunk at least: below it a program's start costs more than its keys
+    max_registers: int | None  # per thread; None: the compiler decides
+    least_units: int  # fewest units per chunk: below it starting a program costs more than its keys
     enough_units: int  # units of a program from which several waves of programs are better than one
-    wave_programs: int  # programs a multiprocessor that make up a wave
+    wave_programs: int  # programs per SM that make up a wave
     max_waves: int  # waves of programs that a step may have
 
 
@@ -37,7 +37,7 @@ def decode_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
     multiprocessor, and a wave is as many as fit, so that all multiprocessors get the same share even where programs are
     placed while an earlier kernel drains. At 8 heads four programs of 128 registers are 4 percent faster at 64 rows and
     2 percent slower at 100, and a tenth slower where rows are few and a program's start counts. A deeper pipeline, also
-    with page numbers loaded a tile ahead, gains 2 percent at most; shares cut finer than a tile gain nothing, and tiles
+    with page indices prefetched one tile, gains 2 percent at most; shares cut finer than a tile gain nothing, and tiles
     of 32 keys lose a tenth.
     """
     d_pad = triton.next_power_of_2(spec.head_dim)

@@ -1,10 +1,11 @@
-"""The work list of one step: which program attends which query rows over which keys. Made on the device.
+"""The kernel that makes a step's work list: which program attends which query rows over which keys.
 
-Owns how a step is cut into items. An item is one tile of a sequence's query rows and one chunk of its keys; a tile
-whose keys are cut into several chunks is combined by whichever of its programs ends last. In decode a program attends
-a run of items, in other steps one. The list is made by a kernel from the device metadata, so that planning neither
-waits for the device nor holds host buffers that a running step still reads: it is ordered on the stream like any other
-work. How many items there are at most depends on the bucket only, so a captured launch is right for every length.
+Owns how a step is split into items (split-KV). An item is one tile of a sequence's query rows and one chunk of its
+keys. If the keys of a tile are split into several chunks, the last of its programs to finish combines them. In decode
+a program attends a run of items, in other steps one item. The kernel makes the list from the device metadata. So
+planning never waits for the device and holds no host buffer that a running step still reads: the list is ordered on the
+stream like any other work. The largest number of items depends on the bucket only, so a captured launch is valid for
+every length.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ KV_LEN = tl.constexpr(3)  # KV length, this step's tokens included
 TABLE = tl.constexpr(4)  # where the sequence's pages begin in the page indices
 TILE = tl.constexpr(5)  # number of the tile of query rows
 BEGIN = tl.constexpr(6)  # first key position of the chunk
-END = tl.constexpr(7)  # key position behind the chunk
+END = tl.constexpr(7)  # key position after the chunk
 FIRST = tl.constexpr(8)  # item of the tile's first chunk
 CHUNKS = tl.constexpr(9)  # chunks of the tile; 0: no such item
 SLOT = tl.constexpr(10)  # decode: where the token is written; below 0: nowhere
 RUN_BEGIN = tl.constexpr(11)  # decode: first item of the program of this number; no matter of the item itself
-RUN_END = tl.constexpr(12)  # decode: the item behind its last
+RUN_END = tl.constexpr(12)  # decode: the item after its last
 EMPTY_BEGIN = tl.constexpr(13)  # decode: first of its items without keys
-EMPTY_END = tl.constexpr(14)  # decode: the item behind the last of them
+EMPTY_END = tl.constexpr(14)  # decode: the item after the last of them
 ITEM_WIDTH = tl.constexpr(16)
 BLOCK_P = tl.constexpr(512)  # page indices copied at a time
 
@@ -50,7 +51,7 @@ def shares(
     units: tl.tensor, row_ends: tl.tensor, total_units: tl.tensor, wave: tl.tensor, most: tl.tensor,
     LEAST_UNITS: tl.constexpr, ENOUGH_UNITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A decode step's units a program, whether the sequences are cut apart, and the number of items of each."""
+    """Units per program of a decode step, whether sequences get their own programs, and the items of each."""
     most = tl.minimum(most, tl.sum((units > 0).to(tl.int32), 0))
     waves = tl.maximum(tl.minimum(total_units // (wave * ENOUGH_UNITS), most), 1)
     chunk = tl.maximum((total_units + wave * waves - 1) // (wave * waves), LEAST_UNITS)
@@ -109,20 +110,20 @@ def worklist_kernel(
 ) -> None:  # fmt: skip
     """Each program fills BLOCK_I items. All repeat the sums over the batch, which is cheaper than sharing them.
 
-    They copy the page indices on the way, which saves the host a launch.
+    They also copy the page indices, which saves the host a launch.
 
     Chunks are multiples of UNIT keys. In decode all programs get the same number of units: `wave` programs, or several
     waves of them where each has ENOUGH_UNITS then. Sequences are cut into equal chunks, a program each, if that takes
     no more programs; else the sequences are laid one after the other and cut wherever a program's share ends. Rows of
-    KV length 0, such as padding, are items without keys behind all others, dealt out evenly: how keys are cut, and so
+    KV length 0, such as padding, are items without keys after all others, dealt out evenly: how keys are cut, and so
     the order of sums, does not depend on the padding. In other steps, with n chunks' worth of keys, chunks are cut so
     that they make up one wave of programs (`wave` items) while that leaves them shorter than ENOUGH_UNITS; beyond it
     they are made no longer than needed to stay within `target` items.
     """
     num_pages = tl.minimum(tl.load(table_indptr_ptr + num_seqs), max_pages)
     for start in range(tl.program_id(0) * BLOCK_P, num_pages, tl.num_programs(0) * BLOCK_P):
-        place = start + tl.arange(0, BLOCK_P)
-        tl.store(kept_ptr + place, tl.load(pages_ptr + place, mask=place < num_pages), mask=place < num_pages)
+        index = start + tl.arange(0, BLOCK_P)
+        tl.store(kept_ptr + index, tl.load(pages_ptr + index, mask=index < num_pages), mask=index < num_pages)
     seq = tl.arange(0, BLOCK_B)
     real = seq < num_seqs
     kv_lens = tl.load(kv_indptr_ptr + seq + 1, mask=real, other=0) - tl.load(kv_indptr_ptr + seq, mask=real, other=0)

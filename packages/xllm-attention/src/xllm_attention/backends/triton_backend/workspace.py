@@ -14,12 +14,12 @@ from ...triton_launch import KeyedLauncher
 from .tiles import Tiles, decode_tiles, interpreted_tiles, prefill_tiles
 from .worklist import ITEM_WIDTH, worklist_kernel
 
-BLOCK_I = 32  # items a program of the work list's kernel
+BLOCK_I = 32  # items per program of the work list's kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launch:
-    """What a launch of the work list's kernel needs to know of a step's size."""
+    """Grid and arguments of the work list's kernel for one step size."""
 
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
@@ -28,7 +28,7 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkList:
-    """The work list of one group and one kind of step, and how large it is for a bucket."""
+    """The work list of one attention group, for decode or for other steps, and its size for a bucket."""
 
     spec: AttentionSpec
     tiles: Tiles
@@ -90,7 +90,7 @@ class WorkList:
         return self._max_programs(num_seqs) if self.decode else self.num_items(num_tokens, num_seqs)
 
     def _max_programs(self, num_seqs: int) -> int:
-        # Programs without work cost a launch too: no more waves than sequences.
+        # Programs without work cost time too, so there are no more waves than sequences.
         return self.wave() * min(self.tiles.max_waves, num_seqs)
 
     def num_partials(self, num_seqs: int) -> int:
@@ -98,12 +98,12 @@ class WorkList:
         return self.target(num_seqs)
 
     def fill(self, step: Step, pages: torch.Tensor, *, copies_pages: bool) -> None:
-        """Makes the list of a step, on the device and without waiting for it; copies its page indices on the way.
+        """Makes the list of a step, on the device and without waiting for it; also copies its page indices.
 
         Args:
             step: the step.
-            pages: where the page indices go to.
-            copies_pages: False where another list of the step has them copied.
+            pages: target of the page indices.
+            copies_pages: False if another list of the step copies them.
         """
         metadata = step.metadata
         qo_indptr = metadata.kv_cu_seq_lens if self.decode else metadata.qo_indptr
@@ -117,7 +117,7 @@ class WorkList:
         )
         addresses: tuple[int, ...] = ()
         if step.graph:
-            # Graphs are planned from buffers that stay, and so is the launch the same.
+            # Graphs plan from persistent buffers, so an equal launch can be repeated.
             addresses = tuple([tensor.data_ptr() for tensor in inputs])
             before = self.graph_launches.get(step.num_seqs)
             if before is not None and before[0] == addresses:
@@ -150,7 +150,7 @@ class WorkList:
                 "UNIT": tiles.block_n,
                 "LEAST_UNITS": tiles.least_units,
                 "ENOUGH_UNITS": tiles.enough_units,
-                # Of decode's sizes every one is a bucket, and ready after the warm-up; others come as they like.
+                # Decode sizes are buckets, compiled during warm-up. Other sizes are arbitrary: one block size for all.
                 "BLOCK_B": max(32, triton.next_power_of_2(num_seqs if self.decode else self.max_num_seqs)),
                 "BLOCK_I": BLOCK_I,
             },
@@ -158,7 +158,7 @@ class WorkList:
 
 
 class Workspace:
-    """What all groups and steps share: at any time one launch uses it, since launches are ordered on the stream."""
+    """Scratch buffers that all groups share. Launches are ordered on the stream, so one uses them at a time."""
 
     def __init__(
         self, lists: tuple[WorkList, ...], *, max_num_seqs: int, max_num_tokens: int, max_num_pages: int,
@@ -181,8 +181,8 @@ class Workspace:
         """Copies the slots of a step that is not decode, on the device and without waiting for it.
 
         Raises:
-            ValueError: more page indices than the first work list can copy. A step of a graph is taken at its word:
-                what its host fields say may come later.
+            ValueError: more page indices than the first work list can copy. Not checked for a graph's
+                step: its host mirrors may be filled after the plan.
         """
         metadata = step.metadata
         num_pages = 0 if step.graph else int(metadata.paged_kv_indptr_host.numpy()[-1])  # host memory
