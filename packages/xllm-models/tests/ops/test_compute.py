@@ -161,8 +161,8 @@ def test_embedding_shards_are_each_rank_s_rows_and_zeros(
     for rank in range(size):
         shard, num_rows = TensorParallel(rank=rank, size=size).shard_padded(vocab_size)
         weight = torch.full((num_rows, 9), torch.nan, dtype=dtype)  # padding: no row of an id may show it
-        weight[: shard.count] = whole[shard.start : shard.start + shard.count]
-        shards.append(ops.embedding_shard(ids, weight, shard.start, shard.count))
+        weight[: shard.size] = whole[shard.start : shard.start + shard.size]
+        shards.append(ops.embedding_shard(ids, weight, shard.start, shard.size))
     owners = (ids // held).tolist()
     want = torch.nn.functional.embedding(ids, whole)
     for rank, got in enumerate(shards):
