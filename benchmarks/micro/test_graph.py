@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xllm_attention import Attention, AttentionBackend, AttentionSpec, BackendCapabilities, BackendLimits, Phase
-from xllm_graph import DecodeGraphRunner, PiecewiseGraphRunner
+from xllm_graph import DecodeGraphRunner, ModelCalls, PiecewiseGraphRunner
 from xllm_metadata import AttentionMetadata, LayerCache, StaticAttentionMetadata, build_attention_metadata
 
 NUM_LAYERS = 28
@@ -100,6 +100,10 @@ def backend() -> AttentionBackend:
     return backend
 
 
+def calls(backend: AttentionBackend) -> ModelCalls:
+    return ModelCalls(forward=Layers(), compute_logits=compute_logits, backend=backend)
+
+
 def decode(num_seqs: int) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
     metadata = build_attention_metadata([1] * num_seqs, [1100] * num_seqs, [[0] * 69] * num_seqs, 16)
     tokens = torch.zeros(num_seqs, dtype=torch.int32)
@@ -115,7 +119,7 @@ def test_fill(benchmark: Any, live: int, padded: int) -> None:
 
 @pytest.mark.parametrize("num_seqs", [1, 100])
 def test_a_decode_step(benchmark: Any, backend: AttentionBackend, num_seqs: int) -> None:
-    runner = DecodeGraphRunner(Layers(), compute_logits, backend, NoRuntime(), buckets=(1, 112), page_size=16)
+    runner = DecodeGraphRunner(calls(backend), NoRuntime(), buckets=(1, 112))
     runner.warmup()
     step = decode(num_seqs)
     benchmark(lambda: runner.execute(*step))
@@ -123,7 +127,7 @@ def test_a_decode_step(benchmark: Any, backend: AttentionBackend, num_seqs: int)
 
 def test_a_piecewise_step_of_28_layers(benchmark: Any, backend: AttentionBackend) -> None:
     """57 calls: a graph before, between and after 28 attention layers."""
-    runner = PiecewiseGraphRunner(Layers(), compute_logits, backend, NoRuntime(), buckets=(1, 128), page_size=16)
+    runner = PiecewiseGraphRunner(calls(backend), NoRuntime(), buckets=(1, 128))
     runner.warmup()
     step = decode(100)
     benchmark(lambda: runner.execute(*step))

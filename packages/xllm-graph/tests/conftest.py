@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from xllm_graph import (
     DecodeGraphRunner,
     EagerRunner,
     GraphRuntime,
+    ModelCalls,
     PiecewiseGraphRunner,
     RunnerSet,
     create_runtime,
@@ -88,6 +89,7 @@ class Setup:
     runners: RunnerSet
     decode: DecodeGraphRunner
     piecewise: PiecewiseGraphRunner
+    calls: ModelCalls
     harness: ReplayHarness
 
 
@@ -147,31 +149,31 @@ def make_setup(place: tuple[str, str]) -> MakeSetup:
         backend, caches = make_backend(device, specs, limits)
         reference_backend, reference_caches = make_backend(device, specs, limits)
         runtime = create_runtime(runtime_name, device)
-        common = (model, model.compute_logits, backend, runtime)
+        calls = ModelCalls(forward=model, compute_logits=model.compute_logits, backend=backend)
         decode = DecodeGraphRunner(
-            *common,
+            calls,
+            runtime,
             buckets=sequence_buckets(limits.max_num_seqs),
-            page_size=limits.page_size,
             logits_in_graph=logits_in_graph,
         )
         piecewise = PiecewiseGraphRunner(
-            *common,
+            calls,
+            runtime,
             buckets=token_buckets(limits.max_num_tokens),
-            page_size=limits.page_size,
             cut_ops=cut_ops,
             cut_collectives=cut_collectives,
         )
-        eager = EagerRunner(model, model.compute_logits, backend)
+        eager = EagerRunner(calls)
         runners = RunnerSet(eager, [decode, piecewise], runtime=runtime)
         if warm:
             runners.warmup()
-        reference = EagerRunner(model, model.compute_logits, reference_backend)
+        reference = EagerRunner(replace(calls, backend=reference_backend))
         harness = ReplayHarness(
             runners.execute, runners, caches, reference.execute, reference_caches, limits=limits, device=device
         )
         return Setup(
             model=model, backend=backend, runtime=runtime, runners=runners, decode=decode, piecewise=piecewise,
-            harness=harness,
+            calls=calls, harness=harness,
         )  # fmt: skip
 
     return make

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from xllm_attention import Phase
-from xllm_graph import CompiledRunner, EagerReason, RunnerSet
+from xllm_graph import CompiledRunner, EagerReason, ModelCalls, RunnerSet
 from xllm_graph.conformance import SCENARIOS, Check, ConformanceError, Limits, Scenario
 
 MakeSetup = Callable[..., Any]
@@ -27,8 +27,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 def compiled(setup: Any, compiler: str, **options: Any) -> CompiledRunner:
     """Puts a compiled runner in front of the setup's eager one."""
-    model = setup.model
-    runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler=compiler, page_size=4, **options)
+    runner = CompiledRunner(setup.calls, compiler=compiler, **options)
     setup.harness.runners = RunnerSet(setup.runners.eager, [runner], eager_is_error=True)
     setup.harness._execute = setup.harness.runners.execute
     setup.harness.runners.warmup()
@@ -103,7 +102,8 @@ def test_release_drops_what_was_compiled(make_setup: MakeSetup) -> None:
     """The compiler keeps its own references as long as the process lives: they must not lead to model and caches."""
     setup = make_setup(warm=False)
     model = type(setup.model)().to(setup.backend.limits.device)
-    runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler="eager", page_size=4)
+    calls = ModelCalls(forward=model, compute_logits=model.compute_logits, backend=setup.backend)
+    runner = CompiledRunner(calls, compiler="eager")
     runner.warmup()
     runner.release()
     assert runner.refusal(Phase.DECODE, 1) is EagerReason.NOT_WARMED_UP
@@ -111,7 +111,7 @@ def test_release_drops_what_was_compiled(make_setup: MakeSetup) -> None:
     assert runner.num_compilations == 1
     runner.release()
     alive = [weakref.ref(runner), weakref.ref(model)]
-    del runner, model
+    del runner, model, calls
     gc.collect()
     assert [one() for one in alive] == [None, None]
 
@@ -145,10 +145,9 @@ def test_passes_change_the_graph(make_setup: MakeSetup) -> None:
 
 def test_order_and_names(make_setup: MakeSetup) -> None:
     setup = make_setup(warm=False)
-    model = setup.model
     with pytest.raises(ValueError, match=r"no torch\.compile backend 'nope'; available are"):
-        CompiledRunner(model, model.compute_logits, setup.backend, compiler="nope", page_size=4)
-    runner = CompiledRunner(model, model.compute_logits, setup.backend, compiler="eager", page_size=4)
+        CompiledRunner(setup.calls, compiler="nope")
+    runner = CompiledRunner(setup.calls, compiler="eager")
     metadata, tokens, positions = setup.harness._build([(setup.harness.add(), 3)])
     with pytest.raises(RuntimeError, match="execute was called before warmup"):
         runner.execute(tokens, positions, metadata, None)

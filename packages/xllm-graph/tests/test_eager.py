@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from xllm_attention import AttentionBackend, AttentionSpec, BackendLimits, create_backend, current_backend
-from xllm_graph import EagerReason, EagerRunner, StepStats
+from xllm_graph import EagerReason, EagerRunner, ModelCalls, StepStats
 from xllm_metadata import LayerCache, build_attention_metadata
 
 STEP = build_attention_metadata([2, 1], [2, 1], [[0], [1]], page_size=4)
@@ -40,7 +40,7 @@ def test_the_callables_run_inside_the_context_after_one_plan(backend: AttentionB
     def compute_logits(hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
         return hidden if indices is None else hidden[indices]
 
-    runner = EagerRunner(forward, compute_logits, backend)
+    runner = EagerRunner(ModelCalls(forward=forward, compute_logits=compute_logits, backend=backend))
     hidden = runner.execute(TOKENS, TOKENS, STEP, None)
     assert hidden.tolist() == [[4.0], [5.0], [6.0]]
     assert not hidden.requires_grad
@@ -54,8 +54,9 @@ def test_a_failing_model_leaves_no_context_behind(backend: AttentionBackend) -> 
     def forward(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         raise KeyError("fault")
 
+    runner = EagerRunner(ModelCalls(forward=forward, compute_logits=lambda hidden, indices: hidden, backend=backend))
     with pytest.raises(KeyError, match="fault"):
-        EagerRunner(forward, lambda hidden, indices: hidden, backend).execute(TOKENS, TOKENS, STEP, None)
+        runner.execute(TOKENS, TOKENS, STEP, None)
     with pytest.raises(RuntimeError, match=NO_CONTEXT):
         current_backend()
 

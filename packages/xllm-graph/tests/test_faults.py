@@ -129,7 +129,7 @@ def test_a_field_left_out_of_the_fill(make_setup: MakeSetup, monkeypatch: pytest
         ("tokens", "chunk_sizes", Check.STEP_RAISED, POISON_IN_REPLAY),
         ("positions", "shrinking_batches", Check.LOGITS, None),
         ("positions", "chunk_sizes", Check.LOGITS, None),
-        ("rows", "selected_logits", Check.STEP_RAISED, POISON_IN_REPLAY),
+        ("logits_indices", "selected_logits", Check.STEP_RAISED, POISON_IN_REPLAY),
     ],
 )
 def test_an_input_left_out_of_the_fill(

@@ -102,6 +102,4 @@ def test_limits_and_order(make_setup: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="batch size 65 exceeds the largest graph bucket 16"):
         setup.decode.execute(many, many, metadata, None)
     with pytest.raises(ValueError, match="largest graph bucket 64 exceeds the backend's max_num_tokens 32"):
-        PiecewiseGraphRunner(
-            setup.model, setup.model.compute_logits, setup.backend, setup.runtime, buckets=(64,), page_size=4
-        )
+        PiecewiseGraphRunner(setup.calls, setup.runtime, buckets=(64,))

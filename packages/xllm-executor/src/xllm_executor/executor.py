@@ -107,7 +107,7 @@ class ModelExecutor:
         self._backend.bind_kv_caches(layers)
         first = layers[0].k
         assert first is not None  # the backend has checked it
-        self._runners = make_runners(model, self.config, self._backend, self._sizes, first.shape[1], self._graph_passes)
+        self._runners = make_runners(model, self.config, self._backend, self._sizes, self._graph_passes)
         self._num_pages, self._page_size = first.shape[0], first.shape[1]
 
     def warmup(self) -> None:

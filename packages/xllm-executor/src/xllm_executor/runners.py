@@ -17,6 +17,7 @@ from xllm_graph import (
     EagerReason,
     EagerRunner,
     GraphPass,
+    ModelCalls,
     PiecewiseGraphRunner,
     RunnerSet,
     create_runtime,
@@ -65,7 +66,6 @@ def make_runners(
     config: ExecutorConfig,
     backend: AttentionBackend,
     sizes: Sizes,
-    page_size: int,
     passes: Sequence[GraphPass],
 ) -> RunnerSet:
     """The runners of an executor whose caches are bound, not warmed up yet.
@@ -73,18 +73,15 @@ def make_runners(
     Raises:
         ValueError: a graph runtime that does not serve the model's device.
     """
-    forward, compute_logits = model.forward, model.compute_logits
-    eager = EagerRunner(forward, compute_logits, backend)
+    calls = ModelCalls(forward=model.forward, compute_logits=model.compute_logits, backend=backend)
+    eager = EagerRunner(calls)
     if config.runtime is None:
         preferred: list[CapturingRunner] = []
         if config.python_graph_backend != "off":
             preferred.append(
                 CompiledRunner(
-                    forward,
-                    compute_logits,
-                    backend,
+                    calls,
                     compiler=config.python_graph_backend,
-                    page_size=page_size,
                     passes=passes,
                 )
             )
@@ -98,12 +95,9 @@ def make_runners(
         elif Phase.DECODE in backend.capabilities.full_graph_phases:
             preferred.append(
                 DecodeGraphRunner(
-                    forward,
-                    compute_logits,
-                    backend,
+                    calls,
                     runtime,
                     buckets=sizes.decode_buckets,
-                    page_size=page_size,
                     logits_in_graph=config.logits_in_graph,
                 )
             )
@@ -111,12 +105,9 @@ def make_runners(
             misses.append((DecodeGraphRunner.name, EagerReason.BACKEND_CANNOT_CAPTURE))
     preferred.append(
         PiecewiseGraphRunner(
-            forward,
-            compute_logits,
-            backend,
+            calls,
             runtime,
             buckets=sizes.token_buckets,
-            page_size=page_size,
             cut_ops=config.cut_ops,
             cut_collectives=config.graph_cut_collectives,
         )

@@ -10,22 +10,23 @@ from .decode import DecodeGraphRunner
 from .eager import EagerRunner
 from .piecewise import PiecewiseGraphRunner
 from .report import CaptureReport
-from .runner import EagerReason, Runner, StepStats
-from .runner_set import CapturingRunner, Choice, RunnerSet
+from .runner import EagerReason, ModelCalls, Runner, StepStats
+from .runner_set import CapturingRunner, Dispatch, RunnerSet
 from .runtime import CaptureError, Graph, GraphRuntime, available_runtimes, create_runtime
 
 __all__ = [
     "CaptureError",
     "CaptureReport",
     "CapturingRunner",
-    "Choice",
     "CompiledRunner",
     "DecodeGraphRunner",
+    "Dispatch",
     "EagerReason",
     "EagerRunner",
     "Graph",
     "GraphPass",
     "GraphRuntime",
+    "ModelCalls",
     "PiecewiseGraphRunner",
     "Runner",
     "RunnerSet",

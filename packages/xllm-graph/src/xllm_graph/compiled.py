@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from xllm_attention import AttentionBackend, Phase, forward_context
+from xllm_attention import Phase, forward_context
 from xllm_metadata import AttentionMetadata
 
 from .dummy_batch import dummy_batch
 from .inputs import TokenInputs
 from .report import CaptureReport, OnCapture
-from .runner import ComputeLogits, EagerReason, Forward
+from .runner import EagerReason, Forward, ModelCalls
 
 GraphPass = Callable[[torch.fx.GraphModule], None]
 """Changes a graph of torch-level calls in place, before the compiler sees it; it is recompiled and linted after."""
@@ -37,11 +37,8 @@ class CompiledRunner:
     See `Runner.execute` for shapes.
 
     Args:
-        forward: the model's forward.
-        compute_logits: its head.
-        backend: serves its attention layers; caches are bound.
+        calls: the model and its attention backend.
         compiler: one of `compiler_names()`.
-        page_size: tokens a page of the bound caches.
         passes: applied in order to every graph.
 
     Raises:
@@ -53,12 +50,9 @@ class CompiledRunner:
 
     def __init__(
         self,
-        forward: Forward,
-        compute_logits: ComputeLogits,
-        backend: AttentionBackend,
+        calls: ModelCalls,
         *,
         compiler: str,
-        page_size: int,
         passes: Sequence[GraphPass] = (),
     ) -> None:
         if compiler not in compiler_names():
@@ -67,11 +61,11 @@ class CompiledRunner:
             )
         self._compile = torch._dynamo.lookup_backend(compiler)
         self._passes = tuple(passes)
-        self._forward = forward
-        self._compute_logits = compute_logits
-        self._backend = backend
-        self._page_size = page_size
-        self._inputs = TokenInputs(_MIN_TOKENS, backend.limits.device)
+        # Attributes of their own, since every step reads them.
+        self._forward = calls.forward
+        self._compute_logits = calls.compute_logits
+        self._backend = calls.backend
+        self._inputs = TokenInputs(_MIN_TOKENS, calls.backend.limits.device)
         self._compiled: Forward | None = None  # after warm-up
         self.num_compilations = 0  # of the last warm-up
         self.reports: tuple[CaptureReport, ...] = ()
@@ -150,10 +144,7 @@ class CompiledRunner:
     @torch.no_grad()
     def _run_dummy_batch(self, forward: Forward, num_tokens: int, *, chunked: bool) -> None:
         backend = self._backend
-        step = dummy_batch(
-            num_tokens, 1, max_model_len=backend.limits.max_model_len, page_size=self._page_size, chunked=chunked,
-            device=backend.limits.device,
-        )  # fmt: skip
+        step = dummy_batch(backend, num_tokens, 1, chunked=chunked)
         backend.plan(step)
         tokens = torch.zeros(max(num_tokens, _MIN_TOKENS), dtype=torch.int32, device=backend.limits.device)
         positions = torch.zeros_like(tokens)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from xllm_attention import AttentionBackend, Phase, forward_context
+from xllm_attention import Phase, forward_context
 from xllm_metadata import FIELDS, AttentionMetadata, StaticAttentionMetadata
 
 from .buckets import bucket_for, checked_buckets
 from .dummy_batch import dummy_batch, empty_batch
 from .inputs import POISON, TokenInputs
 from .report import CaptureLog, CaptureReport, OnCapture
-from .runner import ComputeLogits, EagerReason, Forward
+from .runner import EagerReason, ModelCalls
 from .runtime import Graph, GraphRuntime
 
 
@@ -41,12 +41,9 @@ class DecodeGraphRunner:
     where they lie: valid until the next step. See `Runner.execute` for shapes.
 
     Args:
-        forward: the model's forward.
-        compute_logits: its head.
-        backend: serves its attention layers; caches are bound. Its limits must hold the largest bucket.
+        calls: the model and its attention backend, whose limits must hold the largest bucket.
         runtime: captures and replays.
         buckets: rising numbers of sequences; the last one is the largest step.
-        page_size: tokens a page of the bound caches.
         logits_in_graph: whether the head is captured; else it runs after the replay, on the selected rows.
 
     Raises:
@@ -57,16 +54,14 @@ class DecodeGraphRunner:
 
     def __init__(
         self,
-        forward: Forward,
-        compute_logits: ComputeLogits,
-        backend: AttentionBackend,
+        calls: ModelCalls,
         runtime: GraphRuntime,
         *,
         buckets: Sequence[int],
-        page_size: int,
         logits_in_graph: bool = True,
     ) -> None:
         self.buckets = checked_buckets(buckets)
+        backend = calls.backend
         largest = self.buckets[-1]
         if Phase.DECODE not in backend.capabilities.full_graph_phases:
             raise ValueError(f"attention backend {backend.name!r} cannot run decode in a full graph")
@@ -76,18 +71,18 @@ class DecodeGraphRunner:
         ):
             if largest > limit:
                 raise ValueError(f"largest graph bucket {largest} exceeds the backend's {name} {limit}")
-        self._forward = forward
-        self._compute_logits = compute_logits
+        # Attributes of their own, since every step reads them.
+        self._forward = calls.forward
+        self._compute_logits = calls.compute_logits
         self._backend = backend
         self._runtime = runtime
-        self._page_size = page_size
         self._logits_in_graph = logits_in_graph
         self._inputs = TokenInputs(largest, backend.limits.device)
         # One page-index buffer for all buckets, long enough for the longest sequences in every row.
         self._metadata = StaticAttentionMetadata(
             max_num_tokens=largest,
             max_num_seqs=largest,
-            max_num_pages=largest * -(-backend.limits.max_model_len // page_size),
+            max_num_pages=largest * -(-backend.limits.max_model_len // backend.page_size),
             device=backend.limits.device,
         )
         self._captured: dict[int, _Captured] = {}
@@ -126,7 +121,7 @@ class DecodeGraphRunner:
         Raises:
             RuntimeError: called twice; `CaptureError` when the model does what no graph can hold.
         """
-        with self._log.watching(on_capture, self.release), self._runtime.session():
+        with self._log.warmup(on_capture, self.release), self._runtime.session():
             for bucket in reversed(self.buckets):
                 with self._log.measure(bucket, lambda: 1):
                     self._captured[bucket] = self._capture(bucket)
@@ -157,10 +152,10 @@ class DecodeGraphRunner:
         num_seqs = metadata.kv_seq_lens_host.shape[0] - 1
         if num_seqs != num_tokens:  # padded, they would be equal
             raise ValueError(f"a decode step has one token per sequence: {num_tokens} tokens, {num_seqs} sequences")
-        rows = logits_indices
-        if rows is not None and (captured.logits is None or rows.shape[0] > bucket):
-            rows = None  # the head runs behind the graph
-        self._fill(tokens, positions, metadata, bucket, rows, host=captured.plans_on_host)
+        captured_indices = logits_indices
+        if logits_indices is not None and (captured.logits is None or logits_indices.shape[0] > bucket):
+            captured_indices = None  # the head runs after the graph
+        self._fill(tokens, positions, metadata, bucket, captured_indices, host=captured.plans_on_host)
         self._backend.plan(self._metadata, graph=True)
         if self._backend.plan_layout != captured.plan_layout:
             raise RuntimeError(
@@ -171,10 +166,10 @@ class DecodeGraphRunner:
         self._metadata.fill_host()  # while the device is at work, unless the plan needed it
         if logits_indices is None:
             return captured.hidden[:num_tokens]
-        if captured.logits is None or rows is None:
+        if captured.logits is None or captured_indices is None:
             with torch.no_grad():
                 return self._compute_logits(captured.hidden, logits_indices)
-        return captured.logits[: rows.shape[0]]
+        return captured.logits[: captured_indices.shape[0]]
 
     def padded_outputs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states and logits (None outside of the graph) of the last step, padding included."""
@@ -201,18 +196,11 @@ class DecodeGraphRunner:
         self._log.reports.clear()
 
     def _capture(self, bucket: int) -> _Captured:
-        backend, device = self._backend, self._backend.limits.device
-        zeros = torch.zeros(bucket, dtype=torch.int32, device=device)
-        reading = dummy_batch(
-            bucket,
-            bucket,
-            max_model_len=backend.limits.max_model_len,
-            page_size=self._page_size,
-            chunked=False,
-            device=device,
-        )
+        backend = self._backend
+        zeros = torch.zeros(bucket, dtype=torch.int32, device=backend.limits.device)
+        decode = dummy_batch(backend, bucket, bucket, chunked=False)
         # Real rows first, then the padding that is captured: a kernel may have a variant for either.
-        for ids, step in ((zeros, reading), (zeros[:0], empty_batch(self._page_size, device))):
+        for ids, step in ((zeros, decode), (zeros[:0], empty_batch(backend))):
             self._fill(ids, ids, step, bucket)
             backend.plan(self._metadata, graph=True)
             self._run(bucket)
@@ -233,7 +221,7 @@ class DecodeGraphRunner:
             return hidden, self._logits(hidden, bucket) if self._logits_in_graph else None
 
     def _logits(self, hidden: torch.Tensor, bucket: int) -> torch.Tensor:
-        return self._compute_logits(hidden.index_select(0, self._inputs.rows[:bucket]), None)
+        return self._compute_logits(hidden.index_select(0, self._inputs.logits_indices[:bucket]), None)
 
     def _fill(
         self,
@@ -241,14 +229,15 @@ class DecodeGraphRunner:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         bucket: int,
-        rows: torch.Tensor | None = None,
+        logits_indices: torch.Tensor | None = None,
         *,
         host: bool = True,
     ) -> None:
         self._bucket = bucket
-        if rows is None:
-            rows = self._inputs.no_rows  # what an earlier step asked for may be no row of this one
-        elif rows.dtype is not torch.int32:
-            rows = rows.to(torch.int32)
-        copies = self._inputs.copies(tokens, positions, bucket, rows)
+        if logits_indices is None:
+            # Filled with 0: the indices of an earlier step may exceed this bucket.
+            logits_indices = self._inputs.no_indices
+        elif logits_indices.dtype is not torch.int32:
+            logits_indices = logits_indices.to(torch.int32)
+        copies = self._inputs.copies(tokens, positions, bucket, logits_indices)
         self._metadata.fill(metadata, num_tokens=bucket, num_seqs=bucket, extra_copies=copies, host=host)

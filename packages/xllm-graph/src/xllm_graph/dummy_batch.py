@@ -1,4 +1,4 @@
-"""Steps without requests, for warm-up and capture: they write nothing to the KV cache."""
+"""Builds batches without requests, for warm-up and capture. They write nothing to the KV cache."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import replace
 
 import torch
 
+from xllm_attention import AttentionBackend
 from xllm_metadata import AttentionMetadata, build_attention_metadata
 
 
-def empty_batch(page_size: int, device: torch.device) -> AttentionMetadata:
-    """No token, no sequence: what is left of a padded step when only the padding is looked at."""
-    return build_attention_metadata([], [], [], page_size, device)
+def empty_batch(backend: AttentionBackend) -> AttentionMetadata:
+    """A batch without a token or a sequence. Padded to a bucket, it consists of padding alone."""
+    return build_attention_metadata([], [], [], backend.page_size, backend.limits.device)
 
 
-def dummy_batch(
-    num_tokens: int, num_seqs: int, *, max_model_len: int, page_size: int, chunked: bool, device: torch.device
-) -> AttentionMetadata:
-    """A step that attends like a real one, over whatever page 0 holds, so that every kernel of its shape gets ready.
+def dummy_batch(backend: AttentionBackend, num_tokens: int, num_seqs: int, *, chunked: bool) -> AttentionMetadata:
+    """A batch that attends to page 0, so that every kernel of its shape compiles and tunes itself. All slots are -1.
 
-    The tokens are spread over as many sequences as `max_model_len` asks for, at least `num_seqs`. With as many tokens
-    as sequences it is a decode step; else `chunked` decides between chunks and whole prompts.
+    The tokens are spread over at least `num_seqs` sequences, and over more where `max_model_len` requires it. As many
+    tokens as sequences are a decode step. Otherwise `chunked` chooses between chunks and whole prompts.
     """
+    page_size, max_model_len = backend.page_size, backend.limits.max_model_len
     num_seqs = max(num_seqs, -(-num_tokens // max_model_len))
     short, longer = divmod(num_tokens, num_seqs)
     q_lens = [short + (i < longer) for i in range(num_seqs)]
@@ -29,5 +29,5 @@ def dummy_batch(
         chunked = False
     kv_lens = [min(q_len + chunked, max_model_len) for q_len in q_lens]
     tables = [[0] * -(-kv_len // page_size) for kv_len in kv_lens]
-    step = build_attention_metadata(q_lens, kv_lens, tables, page_size, device)
+    step = build_attention_metadata(q_lens, kv_lens, tables, page_size, backend.limits.device)
     return replace(step, slot_mapping=torch.full_like(step.slot_mapping, -1))

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from xllm_attention import AttentionBackend, forward_context
+from xllm_attention import forward_context
 from xllm_metadata import AttentionMetadata
 
-from .runner import ComputeLogits, Forward
+from .runner import ModelCalls
 
 
 class EagerRunner:
     """Plans once, then calls the model. See `Runner.execute` for shapes.
 
     Args:
-        forward: the model's forward.
-        compute_logits: its head.
-        backend: serves its attention layers; caches are bound by the owner.
+        calls: the model and its attention backend.
     """
 
     name = "eager"
 
-    def __init__(self, forward: Forward, compute_logits: ComputeLogits, backend: AttentionBackend) -> None:
-        self._forward = forward
-        self._compute_logits = compute_logits
-        self._backend = backend
+    def __init__(self, calls: ModelCalls) -> None:
+        # Attributes of their own, since every step reads them.
+        self._forward = calls.forward
+        self._compute_logits = calls.compute_logits
+        self._backend = calls.backend
 
     # Not inference_mode: its results refuse in-place updates outside of it, and hosts scale and mask logits in place.
     @torch.no_grad()

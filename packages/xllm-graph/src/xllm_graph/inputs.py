@@ -1,16 +1,16 @@
-"""A step's tokens at fixed addresses: ids, positions, wanted rows. Owns the buffers and their padding."""
+"""Static input buffers of a graph runner: token ids, positions and logits_indices, with their padding."""
 
 from __future__ import annotations
 
 import torch
 
 POISON = 0x7F7F7F7F
-_MAX_PARTS = 1024  # kept; a step of another size costs the views again
+_MAX_PARTS = 1024  # cached sizes; a step of another size makes its views again
 _Parts = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class TokenInputs:
-    """Persistent token ids, positions and wanted rows of a step.
+    """Token ids, positions and logits_indices at addresses that graphs capture.
 
     Args:
         max_num_tokens: T at most, padding included.
@@ -22,8 +22,8 @@ class TokenInputs:
         with torch.inference_mode(False):
             self._buffer = torch.zeros((3, max_num_tokens), dtype=torch.int32, device=device)
             self._zeros = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
-        self.tokens, self.positions, self.rows = self._buffer.unbind()  # [max_num_tokens] int32 each
-        self.no_rows = self._zeros[:0]
+        self.tokens, self.positions, self.logits_indices = self._buffer.unbind()  # [max_num_tokens] int32 each
+        self.no_indices = self._zeros[:0]
         self._kept: dict[tuple[int, int], tuple[_Parts, torch.Tensor]] = {}
 
     def copies(
@@ -31,17 +31,17 @@ class TokenInputs:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         num_tokens: int,
-        rows: torch.Tensor | None = None,
+        logits_indices: torch.Tensor | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What a step has to be copied from and to, padded with 0 to `num_tokens`, as (target, source) pairs.
+        """The (target, source) pairs that copy a step into the buffers, padded with 0 to `num_tokens`.
 
         Args:
             tokens, positions: [T] int32.
             num_tokens: the padded size.
-            rows: [n] int32, n at most `num_tokens`; None leaves them alone, which is for steps that select none.
+            logits_indices: [n] int32, n at most `num_tokens`; None leaves that buffer as it is.
         """
         pairs = []
-        for index, source in enumerate((tokens, positions, rows)):
+        for index, source in enumerate((tokens, positions, logits_indices)):
             if source is None:
                 continue
             live = source.shape[0]
@@ -54,10 +54,10 @@ class TokenInputs:
         return pairs
 
     def _parts(self, live: int, padded: int) -> tuple[_Parts, torch.Tensor]:
-        """Each buffer's (live part, tail), and what the tails are copied from; kept, as they cost more than copies."""
+        """Each buffer's (live, padding) rows and the zeros for the padding. Cached: slicing costs more than a copy."""
         known = self._kept.get((live, padded))
         if known is None:
-            buffers = (self.tokens, self.positions, self.rows)
+            buffers = (self.tokens, self.positions, self.logits_indices)
             known = tuple((buffer[:live], buffer[live:padded]) for buffer in buffers), self._zeros[live:padded]
             if len(self._kept) >= _MAX_PARTS:
                 self._kept.clear()
@@ -65,7 +65,7 @@ class TokenInputs:
         return known
 
     def fill(self, tokens: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> None:
-        """Copies a step's token ids and positions, see `copies`; one launch, and never waits for the device."""
+        """Copies a step's token ids and positions, see `copies`, in one launch without waiting for the device."""
         targets, sources = zip(*self.copies(tokens, positions, num_tokens), strict=True)
         torch._foreach_copy_(targets, sources, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""Cutting a forward pass into graphs at the ops that no graph can hold.
+"""`PieceCapture`: captures a forward pass as a chain of graphs, cut at the ops that no graph can hold.
 
 Owns the dispatch mode that ends a capture at such an op, runs the op, and begins the next capture. Without
 torch.compile, and without knowing the model: whatever ops it dispatches are seen.
@@ -20,7 +20,7 @@ from xllm_attention.op_library import collective_ops
 from .runtime import GraphRuntime
 
 
-class PieceCutter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PieceCapture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turns one forward pass into `calls`: graph, op, graph, ..., which repeat it when called in order.
 
     The op of a call is made with the tensors it had during the capture, whose memory belongs to the pool. What an op
@@ -83,14 +83,14 @@ class PieceCutter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         inputs = _addresses((args, kwargs))
         # Held, not borrowed: an op outside of a graph takes its results' memory from elsewhere.
-        fresh = [tensor for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor)]
-        fresh = [tensor for tensor in fresh if _address(tensor) not in inputs]
-        args, kwargs = tree_map_only(torch.Tensor, self._lasting, (tuple(args), dict(kwargs)))
+        outputs = [tensor for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor)]
+        outputs = [tensor for tensor in outputs if _address(tensor) not in inputs]
+        args, kwargs = tree_map_only(torch.Tensor, self._borrow_if_pooled, (tuple(args), dict(kwargs)))
         call = partial(func, *args, **kwargs)
-        self.calls.append(partial(_call_into, call, fresh, inputs) if fresh else call)
+        self.calls.append(partial(_call_into, call, outputs, inputs) if outputs else call)
 
-    def _lasting(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor for later calls; memory of the pool is borrowed, so that following pieces may reuse it."""
+    def _borrow_if_pooled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor for replays. Memory of the pool is borrowed, so that later pieces may reuse it."""
         return self._runtime.borrow(tensor) if _address(tensor) in self._pool_addresses else tensor
 
 
@@ -105,8 +105,8 @@ def checked_ops(names: Collection[str]) -> frozenset[str]:
 
 def _call_into(call: Callable[[], object], targets: Sequence[torch.Tensor], inputs: Collection[int]) -> None:
     results = [tensor for tensor in tree_iter(call()) if isinstance(tensor, torch.Tensor)]
-    fresh = [tensor for tensor in results if _address(tensor) not in inputs]
-    for target, tensor in zip(targets, fresh, strict=True):
+    outputs = [tensor for tensor in results if _address(tensor) not in inputs]
+    for target, tensor in zip(targets, outputs, strict=True):
         target.copy_(tensor)
 
 

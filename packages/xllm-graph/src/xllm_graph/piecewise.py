@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from xllm_attention import AttentionBackend, Phase, forward_context
+from xllm_attention import Phase, forward_context
 from xllm_metadata import AttentionMetadata
 
 from .buckets import bucket_for, checked_buckets
 from .dummy_batch import dummy_batch, empty_batch
 from .inputs import TokenInputs
-from .piece_capture import PieceCutter, checked_ops
+from .piece_capture import PieceCapture, checked_ops
 from .report import CaptureLog, CaptureReport, OnCapture
-from .runner import ComputeLogits, EagerReason, Forward
+from .runner import EagerReason, ModelCalls
 from .runtime import GraphRuntime
 
 
@@ -38,12 +38,9 @@ class PiecewiseGraphRunner:
     output is 0 in the padded rows. The head runs after the chain, on the selected rows. Shapes: `Runner.execute`.
 
     Args:
-        forward: the model's forward.
-        compute_logits: its head.
-        backend: serves its attention layers; caches are bound. Its limits must hold the largest bucket.
+        calls: the model and its attention backend, whose limits must hold the largest bucket.
         runtime: captures and replays.
         buckets: rising numbers of tokens; the last one is the largest step.
-        page_size: tokens a page of the bound caches.
         cut_ops: names such as "xllm::silu_and_mul" of ops that run between graphs, besides those tagged
             `torch.Tag.cudagraph_unsafe`.
         cut_collectives: collectives run between graphs too, whatever their names.
@@ -56,25 +53,23 @@ class PiecewiseGraphRunner:
 
     def __init__(
         self,
-        forward: Forward,
-        compute_logits: ComputeLogits,
-        backend: AttentionBackend,
+        calls: ModelCalls,
         runtime: GraphRuntime,
         *,
         buckets: Sequence[int],
-        page_size: int,
         cut_ops: Collection[str] = (),
         cut_collectives: bool = False,
     ) -> None:
         self.buckets = checked_buckets(buckets)
+        backend = calls.backend
         limit = backend.limits.max_num_tokens
         if self.buckets[-1] > limit:
             raise ValueError(f"largest graph bucket {self.buckets[-1]} exceeds the backend's max_num_tokens {limit}")
-        self._forward = forward
-        self._compute_logits = compute_logits
+        # Attributes of their own, since every step reads them.
+        self._forward = calls.forward
+        self._compute_logits = calls.compute_logits
         self._backend = backend
         self._runtime = runtime
-        self._page_size = page_size
         self._cut_ops = checked_ops(cut_ops)
         self._cut_collectives = cut_collectives
         self._inputs = TokenInputs(self.buckets[-1], backend.limits.device)
@@ -107,7 +102,7 @@ class PiecewiseGraphRunner:
         Raises:
             RuntimeError: called twice; `CaptureError` when the model does what no graph can hold.
         """
-        with self._log.watching(on_capture, self.release), self._runtime.session():
+        with self._log.warmup(on_capture, self.release), self._runtime.session():
             for bucket in reversed(self.buckets):
                 with self._log.measure(bucket, lambda: self._chains[bucket].num_graphs):  # noqa: B023 called at once
                     self._chains[bucket] = self._capture(bucket)
@@ -173,11 +168,11 @@ class PiecewiseGraphRunner:
             for step in self._dummy_batches(bucket):
                 self._backend.plan(step)
                 self._compute_logits(self._forward(*inputs), zeros[: min(bucket, self._backend.limits.max_num_seqs)])
-            self._backend.plan(empty_batch(self._page_size, self._backend.limits.device))
-            cutter = PieceCutter(self._runtime, self._cut_ops, cut_collectives=self._cut_collectives)
-            with cutter.capture():
+            self._backend.plan(empty_batch(self._backend))
+            pieces = PieceCapture(self._runtime, self._cut_ops, cut_collectives=self._cut_collectives)
+            with pieces.capture():
                 hidden = self._forward(*inputs)
-        return _Chain(calls=tuple(cutter.calls), num_graphs=cutter.num_graphs, hidden=self._runtime.borrow(hidden))
+        return _Chain(calls=tuple(pieces.calls), num_graphs=pieces.num_graphs, hidden=self._runtime.borrow(hidden))
 
     def _dummy_batches(self, bucket: int) -> list[AttentionMetadata]:
         """The kinds of step that attention's kernels must be ready for at this size, as large as a step can be."""
@@ -185,14 +180,7 @@ class PiecewiseGraphRunner:
         num_tokens = min(bucket, backend.limits.max_num_seqs * backend.limits.max_model_len)
         num_decodes = min(bucket, backend.limits.max_num_seqs)
         return [
-            dummy_batch(
-                count,
-                num_seqs,
-                max_model_len=backend.limits.max_model_len,
-                page_size=self._page_size,
-                chunked=chunked,
-                device=backend.limits.device,
-            )
+            dummy_batch(backend, count, num_seqs, chunked=chunked)
             for count, num_seqs, chunked in (
                 (num_tokens, 1, False),
                 (num_tokens, 1, True),

@@ -39,17 +39,18 @@ class CaptureLog:
         self.reports: list[CaptureReport] = []
 
     @contextmanager
-    def watching(self, on_capture: OnCapture | None, drop: Callable[[], None]) -> Iterator[None]:
-        """Reports to `on_capture` inside the block; a second warm-up would capture twice and is refused.
+    def warmup(self, on_capture: OnCapture | None, release: Callable[[], None]) -> Iterator[None]:
+        """Calls `on_capture` for each capture inside the block. A failure calls `release`, so that a retry may follow.
 
-        A block that fails leaves nothing: `drop` is called, and the warm-up may be tried again.
+        Raises:
+            RuntimeError: a warm-up has succeeded before.
         """
         if self.reports:
             raise RuntimeError(f"warmup of {self._runner} was called before: graphs are captured once")
         self._on_capture = on_capture
         try:
             with ExitStack() as undo:
-                undo.callback(drop)
+                undo.callback(release)
                 yield
                 undo.pop_all()
         finally:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import torch
 
+from xllm_attention import AttentionBackend
 from xllm_metadata import AttentionMetadata
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -16,6 +18,18 @@ Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 ComputeLogits = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(hidden states [T, hidden], indices [n] or None) -> logits [n, vocab], of all rows when indices is None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCalls:
+    """What every runner calls: the model's two callables and the attention backend that serves its layers.
+
+    The backend's caches are bound before a runner is made, since runners read its limits and page size.
+    """
+
+    forward: Forward
+    compute_logits: ComputeLogits
+    backend: AttentionBackend
 
 
 class EagerReason(Enum):

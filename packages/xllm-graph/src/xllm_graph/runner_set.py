@@ -1,4 +1,4 @@
-"""`RunnerSet`: which runner executes a step, decided before it runs, and what was counted.
+"""`RunnerSet`: dispatches each step to a runner, and counts steps by runner and reason.
 
 Owns the order of preference, the counts and the release of graphs. The decision reads the step's phase and its number
 of tokens, nothing that could differ between ranks, so that all ranks of a group run one step the same way.
@@ -48,8 +48,8 @@ class CapturingRunner(Runner, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Who runs a step."""
+class Dispatch:
+    """The runner of a step, and why the preferred runners do not serve it."""
 
     runner: Runner
     misses: tuple[tuple[str, EagerReason], ...] = ()  # runners that were preferred, and why each could not
@@ -82,7 +82,7 @@ class RunnerSet:
         self._eager_is_error = eager_is_error
         self._misses = tuple(misses)
         # By whether it is a decode step, and the refusals that led to each.
-        self._choices: dict[tuple[bool, tuple[EagerReason, ...]], Choice] = {}
+        self._dispatches: dict[tuple[bool, tuple[EagerReason, ...]], Dispatch] = {}
         self.stats = StepStats()
 
     @property
@@ -109,8 +109,8 @@ class RunnerSet:
                 runner.warmup(on_capture)
             undo.pop_all()
 
-    def choose(self, phase: Phase, num_tokens: int) -> Choice:
-        """Who runs a step of this kind and size."""
+    def dispatch(self, phase: Phase, num_tokens: int) -> Dispatch:
+        """Selects the runner for a phase and a number of tokens."""
         refusals = []
         for runner in self._preferred:
             reason = runner.refusal(phase, num_tokens)
@@ -118,22 +118,22 @@ class RunnerSet:
                 break
             refusals.append(reason)
         key = phase is Phase.DECODE, tuple(refusals)
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._choices[key] = self._choice_after(*key)
-        return choice
+        dispatch = self._dispatches.get(key)
+        if dispatch is None:
+            dispatch = self._dispatches[key] = self._dispatch_after(*key)
+        return dispatch
 
-    def _choice_after(self, is_decode: bool, refusals: tuple[EagerReason, ...]) -> Choice:
-        """Who runs a step that so many of the preferred runners have refused."""
+    def _dispatch_after(self, is_decode: bool, refusals: tuple[EagerReason, ...]) -> Dispatch:
+        """Selects the runner after the first `len(refusals)` preferred runners have refused the step."""
         refused = self._preferred[: len(refusals)]
         misses = (
             *((name, reason if is_decode else EagerReason.NOT_DECODE) for name, reason in self._misses),
             *((runner.name, reason) for runner, reason in zip(refused, refusals, strict=True)),
         )
         if len(refused) < len(self._preferred):
-            return Choice(runner=self._preferred[len(refused)], misses=misses)
+            return Dispatch(runner=self._preferred[len(refused)], misses=misses)
         reason = misses[-1][1] if misses else EagerReason.GRAPHS_OFF
-        return Choice(runner=self.eager, misses=misses, eager_reason=reason)
+        return Dispatch(runner=self.eager, misses=misses, eager_reason=reason)
 
     def execute(
         self,
@@ -147,14 +147,14 @@ class RunnerSet:
         Raises:
             RuntimeError: the step would run eagerly, which `eager_is_error` forbids. Nothing has run then.
         """
-        choice = self.choose(Phase.of(metadata), tokens.shape[0])
-        if self._eager_is_error and choice.eager_reason not in (None, EagerReason.GRAPHS_OFF):
-            reasons = ", ".join(f"{runner}: {reason.value}" for runner, reason in choice.misses)
+        dispatch = self.dispatch(Phase.of(metadata), tokens.shape[0])
+        if self._eager_is_error and dispatch.eager_reason not in (None, EagerReason.GRAPHS_OFF):
+            reasons = ", ".join(f"{runner}: {reason.value}" for runner, reason in dispatch.misses)
             raise RuntimeError(f"a step of {tokens.shape[0]} tokens would run eagerly ({reasons})")
-        result = choice.runner.execute(tokens, positions, metadata, logits_indices)
-        self.stats.count(choice.runner.name, choice.eager_reason)
-        if choice.eager_reason is None:
-            self.stats.count_misses(choice.misses)
+        result = dispatch.runner.execute(tokens, positions, metadata, logits_indices)
+        self.stats.count(dispatch.runner.name, dispatch.eager_reason)
+        if dispatch.eager_reason is None:
+            self.stats.count_misses(dispatch.misses)
         return result
 
     def release(self) -> None:

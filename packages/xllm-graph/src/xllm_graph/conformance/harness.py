@@ -147,8 +147,8 @@ class ReplayHarness:
         metadata, tokens, positions = self._build(parts)
         indices = self._indices(parts) if logits is None else list(logits)
         rows = torch.tensor(indices, dtype=torch.int64).to(self.device)
-        choice = self.runners.choose(Phase.of(metadata), tokens.shape[0])
-        runner = choice.runner
+        dispatch = self.runners.dispatch(Phase.of(metadata), tokens.shape[0])
+        runner = dispatch.runner
         if isinstance(runner, DecodeGraphRunner | PiecewiseGraphRunner):
             runner.poison_inputs()
         before = [as_bytes(tensor).clone() for tensor in self._caches]

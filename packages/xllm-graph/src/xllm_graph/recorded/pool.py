@@ -22,10 +22,10 @@ class Block:
         self.address = self.memory.data_ptr()
         self.num_bytes = num_bytes
         self.in_use = False
-        self.dtype = torch.uint8  # of the last tensor that lay here
+        self.dtype = torch.uint8  # of the last tensor that used the block
         self.dirty = False  # written since it was last poisoned
 
-    def lend(self) -> torch.Tensor:
+    def allocate(self) -> torch.Tensor:
         """The block's bytes as a tensor; the block is free again when the last tensor over its storage is gone."""
         lease = span(self.address, self.num_bytes, self.memory.device)
         self.in_use = True
@@ -62,13 +62,13 @@ class BlockPool:
             block = Block(-(-wanted // _ALIGNMENT) * _ALIGNMENT, self._device)
             self._blocks[block.address] = block
         block.dtype = like.dtype
-        return shaped_as(block.lend(), like)
+        return shaped_as(block.allocate(), like)
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block that the tensor lies in; None for memory of others."""
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
-    def held(self) -> frozenset[int]:
+    def addresses_in_use(self) -> frozenset[int]:
         """Addresses of the blocks that live tensors use."""
         return frozenset(address for address, block in self._blocks.items() if block.in_use)
 

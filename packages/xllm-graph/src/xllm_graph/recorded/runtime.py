@@ -34,7 +34,7 @@ class RecordedGraph:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._held = pool.held()  # what the graph finds in the pool and may read
+        self._readable = pool.addresses_in_use()  # blocks that hold results of earlier graphs, which this one may read
         self._steps: list[Callable[[], None]] = []
         self._written: dict[int, Block] = {}
 
@@ -44,7 +44,7 @@ class RecordedGraph:
     @torch.no_grad()
     def replay(self) -> None:
         """Runs the ops again. What the pool holds of other graphs is overwritten first."""
-        self._pool.poison_except(self._held)
+        self._pool.poison_except(self._readable)
         for step in self._steps:
             step()
         self.mark_dirty()
@@ -144,21 +144,21 @@ class RecordedGraphRuntime:
         with self._pause():  # a kernel may do inside what it likes; on another device it is another one
             result = func(*args, **kwargs)
         check_result(func, result)
-        fresh: list[torch.Tensor | None] = []  # for each tensor of the result: where a replay puts it
+        outputs: list[torch.Tensor | None] = []  # for each tensor of the result: the pool memory that a replay writes
 
-        def place(tensor: torch.Tensor) -> torch.Tensor:
+        def move_to_pool(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.numel() == 0 or _address(tensor) in inputs:
-                fresh.append(None)
+                outputs.append(None)
                 return tensor
             placed = self._pool.allocate(tensor)
             placed.copy_(tensor)
             assert self._graph is not None
             self._graph.writes(placed)
-            fresh.append(self.borrow(placed))
+            outputs.append(self.borrow(placed))
             return placed
 
-        result = tree_map_only(torch.Tensor, place, result)
-        self._append(func, args, kwargs, fresh)
+        result = tree_map_only(torch.Tensor, move_to_pool, result)
+        self._append(func, args, kwargs, outputs)
         return result
 
     def look_inside(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -196,11 +196,11 @@ class RecordedGraphRuntime:
         func: torch._ops.OpOverload,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        fresh: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
     ) -> None:
         graph = self._graph
         assert graph is not None
-        targets = [tensor for tensor in fresh if tensor is not None]
+        targets = [tensor for tensor in outputs if tensor is not None]
         if func in _UNDEFINED:
             for target in targets:
                 block = self._pool.block_of(target)
@@ -218,7 +218,7 @@ class RecordedGraphRuntime:
         def step() -> None:
             result = func(*args, **kwargs)
             tensors = (part for part in tree_iter(result) if isinstance(part, torch.Tensor))
-            for target, tensor in zip(fresh, tensors, strict=False):
+            for target, tensor in zip(outputs, tensors, strict=False):
                 if target is not None:
                     target.copy_(tensor)
 
