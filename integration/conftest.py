@@ -1,4 +1,4 @@
-"""What all integration tests share: the built worker, the real checkpoint and the text front's client.
+"""Fixtures for all integration tests: the built worker, the SmolLM2 checkpoint, and the text front on sys.path.
 
 XLLM_WORKER names a built worker; without it, one is built with cmake into the repository's build-worker folder.
 """
@@ -22,7 +22,7 @@ SEVERAL_ASKED_FOR = GPU_ASKED_FOR and os.environ.get("XLLM_NUM_GPUS", "1") != "1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu run only where XLLM_GPU_TESTS=1 asks, multi_gpu where XLLM_NUM_GPUS is more than 1 besides."""
+    """Deselects gpu tests unless XLLM_GPU_TESTS=1, and multi_gpu tests unless also XLLM_NUM_GPUS is more than 1."""
     unwanted = {name for name, wanted in (("gpu", GPU_ASKED_FOR), ("multi_gpu", SEVERAL_ASKED_FOR)) if not wanted}
     left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
     config.hook.pytest_deselected(items=left_out)
@@ -30,15 +30,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A GPU run without a GPU fails; it does not skip."""
+    """Fails a GPU test on a machine without enough GPUs, instead of skipping it."""
     needed = 2 if item.get_closest_marker("multi_gpu") else int(item.get_closest_marker("gpu") is not None)
     if torch.cuda.device_count() < needed:
-        pytest.fail(f"this test was asked for and needs {needed} CUDA devices; torch finds {torch.cuda.device_count()}")
+        pytest.fail(f"this test needs {needed} CUDA devices; torch finds {torch.cuda.device_count()}")
 
 
 @pytest.fixture(scope="session")
 def worker_path() -> Path:
-    """The worker's executable; the probes lie beside it."""
+    """The worker's executable. The probes are in the same folder."""
     if given := os.environ.get("XLLM_WORKER"):
         return Path(given)
     build = REPO / "build-worker"
@@ -53,7 +53,7 @@ def worker_path() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The real checkpoint, as the fetch command makes it."""
+    """The SmolLM2 checkpoint from the fetch command."""
     env = {**os.environ, "PYTHONPATH": str(FRONT)}
     command = [sys.executable, "-m", "xllm_text", "fetch"]
     result = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True)

@@ -1,7 +1,7 @@
-"""Fixtures of the parity tests: small checkpoints with every feature of their family, and a fixed workload.
+"""Fixtures for the parity tests: small checkpoints with every feature of their family, and a fixed workload.
 
-A worker runs the workload once and everything it said is compared: tokens, a digest of the bytes of every row of
-logits, the largest logits, and which runner each step took.
+Each worker runs the workload once. The tests compare its whole output: tokens, a digest of each row of logits, the
+largest logits, and the runner of each step.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """`report(line)`: a line for the end of the run."""
+    """`report(line)`: prints a line at the end of the pytest run."""
     lines = request.config.stash[REPORT]
     return lines.append
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_threads() -> None:
-    """Several processes on few cores: threads that spin would take them from each other."""
+    """Avoids OpenMP threads that spin: several processes share few cores."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """What one worker said."""
+    """The output of one worker run."""
 
     ready: dict[str, Any]
     events: Events  # tokens and ends, in order
@@ -66,7 +66,7 @@ class Transcript:
         return answers
 
     def tops(self) -> dict[str, list[list[list[float]]]]:
-        """For each token of each answer, the largest logits: [[id, value], ...]."""
+        """The largest logits for each token of each answer: [[id, value], ...]."""
         tops: dict[str, list[list[list[float]]]] = {}
         for event in self.events:
             if "logits" in event:
@@ -80,7 +80,7 @@ def request(name: str, token_ids: list[int], max_tokens: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def workload() -> list[list[dict[str, Any]]]:
-    """Two batches: prompts that are decoded together, then a mix in which prompts enter in chunks as others end."""
+    """Two batches: prompts that decode together; and a mix in which prompts enter in chunks while others decode."""
     generator = torch.Generator().manual_seed(3)
 
     def prompt(length: int) -> list[int]:
@@ -94,7 +94,7 @@ def workload() -> list[list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def run_workload(worker_path: Path, workload: list[list[dict[str, Any]]], _quiet_threads: None) -> RunWorkload:
-    """`run_workload(model, *flags, batches=workload)`: a worker's transcript; of equal arguments, made once."""
+    """`run_workload(model, *flags, batches=workload)`: the output of a worker run, cached by arguments."""
     from xllm_text.worker import Worker
 
     made: dict[tuple[Any, ...], Transcript] = {}
@@ -115,7 +115,7 @@ def run_workload(worker_path: Path, workload: list[list[dict[str, Any]]], _quiet
 
 
 def _answer(worker: Any, batch: list[dict[str, Any]]) -> Events:
-    """Everything about the batch, whose requests all enter at one moment: timing has no say in the batches."""
+    """Sends the batch while paused, so that all requests arrive in one step, and returns its events."""
     worker.send({"command": "pause"})
     for message in batch:
         worker.send(message)
@@ -131,7 +131,7 @@ def _saved(model: PreTrainedModel, folder: Path) -> Path:
     generator = torch.Generator().manual_seed(11)
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
-        # Large enough for logits of a few units, as a trained model has.
+        # Scaled for logits of a few units, as in a trained model.
         parameter.data = 1 + 0.2 * values if "norm" in name else 0.15 * values
     model.save_pretrained(folder)
     return folder
@@ -139,8 +139,10 @@ def _saved(model: PreTrainedModel, folder: Path) -> Path:
 
 @pytest.fixture(scope="session", params=["llama", "qwen3"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llama with biases and scaled positions; Qwen3 with a tied head and windows in all layers but one. A vocabulary
-    that no number of ranks divides, and a head_dim that is not hidden_size / heads."""
+    """Llama with biases and llama3 rope scaling; Qwen3 with tied embeddings and sliding windows in all layers but one.
+
+    Both have an odd vocabulary and a head_dim that differs from hidden_size / heads.
+    """
     config: dict[str, Any] = {
         "vocab_size": 257,
         "hidden_size": 64,
@@ -171,7 +173,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model for up to eight ranks: 8 heads, of which every four share a kv head."""
+    """A small model for up to eight ranks: 8 heads and 2 kv heads."""
     config = LlamaConfig(
         vocab_size=259,
         hidden_size=64,

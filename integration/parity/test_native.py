@@ -1,4 +1,4 @@
-"""The native model against the Python one: equal bytes, at one rank and at two, eagerly and in graphs."""
+"""Native and Python model give equal bytes, on one rank and two, eagerly and with graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# Of the Python model, and the native one's counterpart.
+# mode: (flags of the Python model, flags of the native model, runners that are used)
 MODES = {
     "eager": (["--python_graph_backend=off"], ["--enable_graph=false"], {"eager"}),
     "graphs": (["--python_graph_backend=recorded"], ["--enable_graph=true"], {"decode_graph", "piecewise"}),
@@ -41,11 +41,11 @@ def test_native_and_python_give_equal_bytes(
         assert [other["steps"] for other in others] == [steps] * (size - 1)
 
 
-def test_steps_that_begin_in_cached_pages_give_equal_bytes(
+def test_prefix_cache_hits_give_equal_bytes(
     checkpoint: Path, run_workload: Callable[..., Any], workload: list[list[dict[str, Any]]]
 ) -> None:
-    """Prompts that share pages with running and with finished ones, at two ranks; and no other tokens than without."""
-    long = workload[0][7]  # 50 tokens, six pages and a part
+    """Prompts that share pages with running and finished requests, on two ranks; tokens as without prefix cache."""
+    long = workload[0][7]  # 50 tokens: six full pages and two tokens
     first = [
         long | {"id": f"first{i}", "token_ids": long["token_ids"][: 50 - 9 * i], "max_tokens": 20} for i in range(3)
     ]
@@ -66,8 +66,8 @@ def test_steps_that_begin_in_cached_pages_give_equal_bytes(
     assert off.tokens() == native.tokens()
 
 
-def test_the_mixed_batch_is_mixed(checkpoint: Path, run_workload: Callable[..., Any]) -> None:
-    """Steps of chunks, of prompts beside decodes, and of decodes alone: what is compared above is not one kind."""
+def test_the_workload_has_mixed_and_decode_steps(checkpoint: Path, run_workload: Callable[..., Any]) -> None:
+    """The workload has both mixed and pure decode steps, so the tests above compare all runners."""
     flags = ("--dtype=float32", "--tp_size=1", *LIMITS, "--python_graph_backend=recorded")
     transcript = run_workload(checkpoint, *flags)
     steps = transcript.stats["executor"]["steps"]

@@ -1,4 +1,4 @@
-"""A real model: equal bytes of the native and the Python model, and three ranks with the tokens of one."""
+"""SmolLM2: native and Python model give equal bytes, and three ranks give the tokens of one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_native_and_python_give_equal_bytes(
 def test_three_ranks_give_the_tokens_of_one(
     smollm2: Path, run_workload: Callable[..., Any], batches: list[list[dict[str, Any]]]
 ) -> None:
-    """9 heads and 3 kv heads, one kv head a rank."""
+    """9 heads and 3 kv heads: one kv head per rank."""
     one = run_workload(smollm2, "--dtype=float32", *LIMITS, batches=batches)
     three = run_workload(smollm2, "--dtype=float32", *LIMITS, "--tp_size=3", batches=batches)
     assert three.tokens() == one.tokens()
@@ -53,7 +53,7 @@ def test_three_ranks_give_the_tokens_of_one(
 
 
 @pytest.mark.slow
-def test_two_ranks_cannot_share_it(smollm2: Path, worker_path: Path) -> None:
+def test_two_ranks_are_refused(smollm2: Path, worker_path: Path) -> None:
     command = [str(worker_path), f"--model={smollm2}", "--device=cpu", "--tp_size=2"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
     assert (result.returncode, result.stdout) == (1, "")

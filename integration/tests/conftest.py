@@ -1,4 +1,4 @@
-"""Fixtures of the worker's tests: its probes, and small checkpoints."""
+"""Fixtures for the worker's tests: the probe programs, small checkpoints, and functions that run the worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-# One thread: libgomp's spinning threads lose to anything else that runs on the machine.
+# One OpenMP thread: libgomp's spinning threads are very slow on a busy machine.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 TENSOR_MODES = ("batch", "sample", "in_flight")
 
@@ -26,13 +26,13 @@ Events = list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def probe_path(worker_path: Path) -> Path:
-    """Drives the worker's core without a model."""
+    """The test program that drives the worker's core without a model."""
     return worker_path.with_name("xllm_core_probe")
 
 
 @pytest.fixture(scope="session")
 def ask(probe_path: Path) -> Iterator[Ask]:
-    """`ask(mode, value)`: the probe's JSON answer. One process a mode, kept for the session."""
+    """`ask(mode, value)`: the probe's JSON answer. One process per mode, kept for the session."""
     processes: dict[str, subprocess.Popen[str]] = {}
 
     def ask_mode(mode: str, value: Json) -> Json:
@@ -56,7 +56,7 @@ def ask(probe_path: Path) -> Iterator[Ask]:
 
 @pytest.fixture(scope="session")
 def run_probe(probe_path: Path) -> Run:
-    """`run_probe(mode, *args, stdin="")`: one run to its end."""
+    """`run_probe(mode, *args, stdin="")`: runs the probe until it exits."""
 
     def run(mode: str, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         command: Sequence[str] = [str(probe_path), mode, *args]
@@ -92,13 +92,13 @@ def llama(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def copy_of_llama(llama: Path, tmp_path: Path) -> Path:
-    """A checkpoint to damage."""
+    """A copy of the checkpoint that a test may modify."""
     return Path(shutil.copytree(llama, tmp_path / "model"))
 
 
 @pytest.fixture
 def run(worker_path: Path) -> Run:
-    """`run(model, lines, *flags)`: one run of the worker to its end, with everything it printed."""
+    """`run(model, lines, *flags)`: runs the worker until it exits and returns its output."""
 
     def run_worker(
         model: Path | str, lines: Iterable[str | dict[str, Any]] = (), *flags: str
@@ -114,7 +114,7 @@ def run(worker_path: Path) -> Run:
 
 @pytest.fixture
 def serve(run: Run) -> Callable[..., Events]:
-    """As `run`, for a run that ends well; returns the events."""
+    """As `run`, but checks for exit code 0 and returns the events."""
 
     def serve_lines(model: Path, lines: Iterable[str | dict[str, Any]], *flags: str) -> Events:
         result = run(model, lines, *flags)
@@ -143,7 +143,7 @@ def answers() -> Callable[[Events], dict[str, list[int]]]:
 
 @pytest.fixture(scope="session")
 def hf_greedy() -> Callable[[Path, list[list[int]], int, int | None], list[list[int]]]:
-    """`hf_greedy(folder, prompts, num_tokens, eos)`: greedy tokens by transformers in fp32, which stops after `eos`."""
+    """`hf_greedy(folder, prompts, num_tokens, eos)`: greedy tokens of transformers in fp32, up to `eos`."""
 
     def generate(folder: Path, prompts: list[list[int]], num_tokens: int, eos: int | None) -> list[list[int]]:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The C++ batch builder gives what `xllm_metadata.build_attention_metadata` gives, host mirrors included."""
+"""The C++ batch builder equals `xllm_metadata.build_attention_metadata`, CPU copies included. Also greedy sampling."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Entry = dict[str, Any]
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[int, list[Entry]]:
-    """(block_size, entries): prompts, chunks, decodes and empty sequences in any order, spare pages at times."""
+    """(block_size, entries): prompts, chunks, decodes and empty sequences in any order, some with spare pages."""
     block_size = draw(st.sampled_from([1, 2, 16, 128]))
-    kinds = draw(st.sampled_from(["decode", "prompts", "mixed"]))
+    step_kind = draw(st.sampled_from(["decode", "prompts", "mixed"]))
     lengths = {
         "decode": st.tuples(st.just(1), st.integers(0, 300)),
         "prompts": st.tuples(st.integers(0, 40), st.just(0)),
         "mixed": st.tuples(st.integers(0, 40), st.integers(0, 300)),
-    }[kinds]
+    }[step_kind]
     pairs = draw(st.lists(lengths, max_size=12))
     # Large batches repeat the drawn sequences: a list of 512 draws would exhaust what hypothesis may draw.
     pairs *= draw(st.sampled_from([1, 1, 1, 7])) if len(pairs) < 12 else 512 // 12
@@ -40,7 +40,7 @@ def batches(draw: st.DrawFn) -> tuple[int, list[Entry]]:
 def make_entries(
     pairs: list[tuple[int, int]], block_size: int, spare: int, shared: bool, rng: random.Random
 ) -> list[Entry]:
-    """One entry for each (new, cached), pages in no order; `shared`: full cached pages are a common prefix."""
+    """One entry per (new, cached), with shuffled pages. `shared`: all entries share their full cached pages."""
     prefix = [10**6 + page for page in range(max((cached for _, cached in pairs), default=0) // block_size)]
     need = [-(-(new + cached) // block_size) + spare for new, cached in pairs]
     pages = list(range(sum(need) + 3))
@@ -111,7 +111,7 @@ def test_no_sequence(ask: Ask) -> None:
         ),
     ],
 )
-def test_contradictions_are_refused(ask: Ask, entry: Entry, message: str) -> None:
+def test_an_inconsistent_entry_is_refused(ask: Ask, entry: Entry, message: str) -> None:
     assert ask("batch", {"block_size": 16, "entries": [entry]}) == {"error": message}
 
 
@@ -141,21 +141,21 @@ def test_greedy_over_no_row_and_over_a_large_vocabulary(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "steps", "alive"),
+    ("device", "steps", "kept"),
     [
-        pytest.param("cpu", [[True, 0]] * 3, [[0], [1], [2]], id="a CPU is never behind"),
+        pytest.param("cpu", [[True, 0]] * 3, [[0], [1], [2]], id="a CPU step is complete at once"),
         pytest.param(
             *("privateuseone:0", [[True, 0], [True, 0], [True, 1], [True, 3]], [[0], [0, 1], [1, 2], [3]]),
-            id="until the device has passed them",
+            id="until the device has completed them",
         ),
         pytest.param(
             *("privateuseone:0", [[False, 0], [True, 0], [True, 0], [True, 1]], [[0], [0, 1], [0, 1, 2], [2, 3]]),
-            id="a step that failed goes with the next",
+            id="a failed step is freed with the next",
         ),
     ],
 )
-def test_inputs_of_steps_live_until_the_device_has_passed_them(
-    ask: Ask, device: str, steps: list[list[Any]], alive: list[list[int]]
+def test_inputs_of_steps_are_kept_until_the_device_has_completed_them(
+    ask: Ask, device: str, steps: list[list[Any]], kept: list[list[int]]
 ) -> None:
-    """steps: whether each ends well, and how many that did the device has passed before it."""
-    assert ask("in_flight", {"device": device, "steps": steps}) == alive
+    """steps: (whether the step succeeds, number of successful steps that the device has completed before it)."""
+    assert ask("in_flight", {"device": device, "steps": steps}) == kept

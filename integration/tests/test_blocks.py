@@ -1,4 +1,4 @@
-"""Block manager: pages are never shared, never lost, and growing is all or nothing."""
+"""Block manager without prefix cache: no page is shared or lost, and a failed growth changes nothing."""
 
 from __future__ import annotations
 

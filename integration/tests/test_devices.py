@@ -1,8 +1,8 @@
-"""The worker on each kind of device, under graphs and without: on a CPU, and where asked for on CUDA devices.
+"""The worker on the CPU and, in GPU runs, on CUDA devices, with graphs and without.
 
-Two batches go through each worker. In the first all prompts enter one step and then decode together, so that a Python
-host can do the very same steps; in the second, prompts enter in chunks beside decodes, and pages are so few that
-sequences give theirs up. transformers, on the same device, says what each next token must be.
+Each worker runs two batches. In the first, all prompts enter one step and then decode together, so that a Python host
+can run the same steps. In the second, prompts enter in chunks together with decodes, and too few pages cause
+preemptions. The expected tokens come from transformers on the same device.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from xllm_models import load_model
 from xllm_text.worker import Worker
 
 GPU, MULTI_GPU = pytest.mark.gpu, pytest.mark.multi_gpu
-PLACES = [pytest.param("cpu", id="cpu"), pytest.param("cuda:0", id="cuda", marks=GPU)]
-STEPS = {  # the runners that must have run every step between them
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda:0", id="cuda", marks=GPU)]
+STEPS = {  # the runners that must together have run every step
     "off": {"eager"}, "recorded": {"decode_graph", "piecewise"}, "cudagraphs": {"decode_graph", "piecewise"},
     "piecewise": {"piecewise"},
 }  # fmt: skip
@@ -50,7 +50,7 @@ Json = dict[str, Any]
 
 
 def save(config: Any, folder: Path, *, twins: bool = False) -> Path:
-    """A random checkpoint whose logits are a few units large, as a trained model's; `twins`: of every token's."""
+    """A random checkpoint with logits of a few units. `twins`: tokens i and i + 128 have equal logits."""
     model = (Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM)(config)
     generator = torch.Generator().manual_seed(11)
     for name, parameter in model.named_parameters():
@@ -65,7 +65,7 @@ def save(config: Any, folder: Path, *, twins: bool = False) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One a family, in a shape that every attention backend serves."""
+    """One checkpoint per family, in a shape that every attention backend supports."""
     shape: Json = {
         "vocab_size": 256, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3, "head_dim": 128,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "eos_token_id": 2,
@@ -80,13 +80,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """What a worker said."""
+    """The output of a worker run."""
 
     device: str
     tokens: dict[str, list[int]]
     logits: dict[str, list[Json]]  # for each token: {"digest": ..., "top": [[id, value], ...]}
     stats: Json
-    step_ms: float  # of the first batch, which decodes
+    step_ms: float  # of the first batch
 
     def check_runners(self, wanted: set[str]) -> None:
         steps = self.stats["executor"]["steps"]
@@ -99,7 +99,7 @@ class Transcript:
 
 @pytest.fixture
 def answer(worker_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Transcript]:
-    """`answer(checkpoint, *flags)`: a worker's transcript of both batches, each entering at one moment."""
+    """`answer(checkpoint, *flags)`: runs both batches; all requests of a batch arrive at the same time."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     batches = ([(prompt, NUM_STEPS) for prompt in TOGETHER], MIXED)
 
@@ -127,6 +127,8 @@ def answer(worker_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             worker.send({"command": "stats"})
             stats = worker.read_event()
             assert worker.close() == 0
+        counts = {f"{n}.{i}": count for n, batch in enumerate(batches) for i, (_, count) in enumerate(batch)}
+        assert {name: len(answer) for name, answer in tokens.items()} == counts
         step_ms = 1e3 * (times[-1] - times[0]) / (NUM_STEPS - 1)
         return Transcript(device=device, tokens=tokens, logits=logits, stats=stats, step_ms=step_ms)
 
@@ -135,7 +137,7 @@ def answer(worker_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 @pytest.fixture
 def _one_thread() -> Iterator[None]:
-    """As the worker has: on a CPU, sums depend on how threads divide them."""
+    """One thread, as in the worker: on a CPU, the order of a sum depends on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -147,7 +149,7 @@ def request(name: str, prompt: Sequence[int], count: int) -> Json:
 
 
 def reference_logits(checkpoint: Path, transcript: Transcript, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """transformers' logits [tokens, vocabulary] fp32 for every token of every answer, given those before it."""
+    """transformers' logits [tokens, vocabulary] fp32 for every token of every answer, given the tokens before it."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(transcript.device)
     prompts = [TOGETHER, [prompt for prompt, _ in MIXED]]
     result = {}
@@ -160,21 +162,23 @@ def reference_logits(checkpoint: Path, transcript: Transcript, dtype: torch.dtyp
 
 
 def check_tokens(checkpoint: Path, transcript: Transcript, dtype: str, record: Record) -> None:
-    """fp32: every token is transformers'. bf16: the logits are no further from fp32's than twice transformers' own in
-    bf16 are, and each token is the likeliest but for ties within that error."""
+    """fp32: every token equals transformers'.
+
+    bf16: the error to fp32 is at most twice that of transformers in bf16; each token is the argmax up to that error.
+    """
     reference = reference_logits(checkpoint, transcript, torch.float32)
     tokens = torch.cat([torch.tensor(transcript.tokens[name]) for name in reference])
     rows = torch.cat(list(reference.values()))
     tops = [top["top"] for name in reference for top in transcript.logits[name]]
     error = max(abs(value - rows[i, token].item()) for i, top in enumerate(tops) for token, value in top)
     best = rows.topk(2).values
-    lost = best[:, 0] - rows.gather(1, tokens[:, None])[:, 0]  # 0 for the likeliest
+    lost = best[:, 0] - rows.gather(1, tokens[:, None])[:, 0]  # 0 for the argmax
     num_equal = int((tokens == rows.argmax(-1)).sum())
     margin = (best[:, 0] - best[:, 1]).min().item()
     record(
         "tokens",
-        f"{num_equal} of {len(tokens)} as transformers' in fp32, {lost.max():.2g} lost at most; logits within "
-        f"{error:.2g}, the smallest margin {margin:.2g}; {transcript.step_ms:.2f} ms a step of {MAX_SEQS}",
+        f"{num_equal} of {len(tokens)} as transformers' in fp32, lost at most {lost.max():.2g}; logits within "
+        f"{error:.2g}, the smallest margin {margin:.2g}; {transcript.step_ms:.2f} ms per step of {MAX_SEQS}",
     )
     if dtype == "float32":
         assert num_equal == len(tokens)
@@ -186,7 +190,7 @@ def check_tokens(checkpoint: Path, transcript: Transcript, dtype: str, record: R
 
 
 def python_host(checkpoint: Path, device: str, dtype: str, graphs: str) -> tuple[dict[str, list[int]], list[str]]:
-    """The first batch by an executor that Python drives: tokens, and the digests of all rows in the order of steps."""
+    """Runs the first batch with a Python executor. Returns tokens, and the digests of all logits rows in step order."""
     config = {"python_graph_backend": graphs, "max_tokens_per_batch": MAX_TOKENS, "max_model_len": MAX_LEN}
     model = load_model(str(checkpoint), device=device, dtype=dtype)
     executor = ModelExecutor(model, config, MAX_SEQS)
@@ -204,8 +208,8 @@ def python_host(checkpoint: Path, device: str, dtype: str, graphs: str) -> tuple
         metadata = build_attention_metadata(counts, lens, tables, PAGE_SIZE, device)
         positions = [p for before, after in zip(cached, lens, strict=True) for p in range(before, after)]
         inputs = ([t for part in new for t in part], positions, [end - 1 for end in accumulate(counts)])
-        ids, places, rows = (torch.tensor(x, dtype=torch.int32, device=device) for x in inputs)
-        logits = executor.execute(ids, places, metadata, rows).cpu()
+        input_ids, position_ids, logits_indices = (torch.tensor(x, dtype=torch.int32, device=device) for x in inputs)
+        logits = executor.execute(input_ids, position_ids, metadata, logits_indices).cpu()
         digests += [digest(row.view(torch.uint8).numpy().tobytes()) for row in logits]
         new, cached = [[int(token)] for token in logits.float().argmax(-1)], lens
         for answer, part in zip(answers.values(), new, strict=True):
@@ -215,7 +219,7 @@ def python_host(checkpoint: Path, device: str, dtype: str, graphs: str) -> tuple
 
 
 def digest(data: bytes) -> str:
-    """FNV-1a, as the worker's."""
+    """FNV-1a, as in the worker's sampler.cpp."""
     value = 14695981039346656037
     for byte in data:
         value = (value ^ byte) * 1099511628211 % (1 << 64)
@@ -236,7 +240,7 @@ def pairs(device: str) -> list[tuple[str, str]]:
     ],
 )
 @pytest.mark.usefixtures("_one_thread")
-def test_tokens_are_transformers_and_logits_are_those_under_a_python_host(
+def test_tokens_equal_transformers_and_logits_equal_a_python_host(
     checkpoints: dict[str, Path], answer: Callable[..., Transcript], record_property: Record, device: str, graphs: str,
     family: str, dtype: str,
 ) -> None:  # fmt: skip
@@ -253,7 +257,7 @@ def test_tokens_are_transformers_and_logits_are_those_under_a_python_host(
     assert [row["digest"] for row in rows] == digests
 
 
-@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "dtype", "enable_graph"), [("llama", "float32", 0), ("qwen3", "bfloat16", 1)])
 def test_the_native_model_on_the_device(
     checkpoints: dict[str, Path], answer: Callable[..., Transcript], record_property: Record, device: str, family: str,
@@ -265,13 +269,17 @@ def test_the_native_model_on_the_device(
     check_tokens(checkpoints[family], transcript, dtype, record_property)
 
 
-@pytest.mark.parametrize("place", [("--device=cpu",), pytest.param(("--device_id=0",), marks=GPU)], ids=["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("flag", "device"),
+    [("--device=cpu", "cpu"), pytest.param("--device_id=0", "cuda:0", marks=GPU)],
+    ids=["cpu", "cuda"],
+)
 def test_ties_go_to_the_lowest_token(
-    checkpoints: dict[str, Path], answer: Callable[..., Transcript], place: tuple[str, ...]
+    checkpoints: dict[str, Path], answer: Callable[..., Transcript], flag: str, device: str
 ) -> None:
-    """Every token has a twin of equal logit, 128 further on."""
-    transcript = answer(checkpoints["twins"], *place, "--dtype=bfloat16")
-    assert transcript.device == ("cpu" if place == ("--device=cpu",) else "cuda:0")
+    """Tokens i and i + 128 have equal logits."""
+    transcript = answer(checkpoints["twins"], flag, "--dtype=bfloat16")
+    assert transcript.device == device
     for name, answered in transcript.tokens.items():
         for token, logits in zip(answered, transcript.logits[name], strict=True):
             highest = logits["top"][0][1]
@@ -285,7 +293,7 @@ def test_ties_go_to_the_lowest_token(
     [
         pytest.param(("--device=cpu",), "recorded", STEPS["recorded"], id="cpu"),
         pytest.param(("--device=cuda:0", "--tp_backend=gloo"), "off", STEPS["off"], id="one-device", marks=GPU),
-        # gloo cannot be captured: graphs end at the collectives, and decode runs in pieces too.
+        # gloo cannot be captured, so graphs are split at the collectives and decode runs piecewise.
         pytest.param(
             ("--device=cuda:0", "--tp_backend=gloo"), "cudagraphs", {"piecewise"}, id="one-device-graphs", marks=GPU
         ),
@@ -303,7 +311,7 @@ def test_two_ranks_on_the_device(
 
 
 @pytest.mark.parametrize(("device", "graphs"), [MODES[1], MODES[3]])
-def test_a_signal_in_mid_run_ends_the_worker_in_two_seconds(
+def test_a_signal_ends_a_busy_worker_within_two_seconds(
     checkpoints: dict[str, Path], worker_path: Path, record_property: Record, device: str, graphs: str
 ) -> None:
     flags = (f"--device={device}", f"--python_graph_backend={graphs}", "--max_seqs_per_batch=2")

@@ -1,8 +1,9 @@
-"""One table of options for command line and JSON file: values, precedence, and each error with its exit code."""
+"""Options from command line and JSON file: values, precedence, and the message and exit code of each error."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 RunProbe = Callable[..., subprocess.CompletedProcess[str]]
 
+REPO = Path(__file__).resolve().parents[2]
 MODEL = "--model=m"
 
 
@@ -57,7 +59,13 @@ def test_command_line_over_file_over_default(run_probe: RunProbe, tmp_path: Path
 
 
 def test_help_names_every_option_with_type_and_default(run_probe: RunProbe) -> None:
-    text = run_probe("options", "--help").stdout
+    result = run_probe("options", "--help")
+    assert result.returncode == 0, result.stderr
+    text = result.stdout
+    header = (REPO / "integration" / "worker" / "src" / "options.h").read_text()
+    fields = header.partition("struct WorkerOptions {")[2].partition("};")[0]
+    names = re.findall(r"(\w+)(?: = [^;]+)?;$", fields, re.MULTILINE)
+    assert re.findall(r"^  --(\w+)  \(.+; default: .+\)\n      .+\.$", text, re.MULTILINE) == names
     for line in ("--model  (", "--block_size  (an integer from 1 to 1024; default: 16)", "--config  ("):
         assert line in text
     assert "--dtype  (auto, float32, bfloat16 or float16; default: auto)" in text
@@ -80,12 +88,12 @@ RANGE = "expected an integer from 1 to 1024"
         ([MODEL, "--enable_graph=yes"], "--enable_graph=yes: expected true or false"),
         (
             [MODEL, "--enable_graph"],
-            "--enable_graph=true is for a native model; with --model_impl=python use --python_graph_backend",
+            "--enable_graph=true needs --model_impl=native; with --model_impl=python use --python_graph_backend",
         ),
         ([MODEL, "--model_impl=rust"], "--model_impl=rust: expected python or native"),
         (
             [MODEL, "--model_impl=native", "--python_graph_backend=recorded"],
-            "--python_graph_backend=recorded is for a Python model; with --model_impl=native use --enable_graph",
+            "--python_graph_backend=recorded needs --model_impl=python; with --model_impl=native use --enable_graph",
         ),
         ([MODEL, "--tp_size=0"], "--tp_size=0: expected an integer from 1 to 1024"),
         (
@@ -104,7 +112,7 @@ RANGE = "expected an integer from 1 to 1024"
         ),
         (
             [MODEL, "--device=cpu", "--device_id=0"],
-            "--device_id numbers CUDA devices; it contradicts --device=cpu",
+            "--device_id is the index of a CUDA device; it contradicts --device=cpu",
         ),
         (
             [MODEL, "--num_blocks=4", "--kv_cache_memory=1GiB"],
@@ -116,7 +124,7 @@ RANGE = "expected an integer from 1 to 1024"
             "so that every running sequence gets its token in each step",
         ),
         ([MODEL, MODEL], "--model is given twice"),
-        (["m"], "unexpected argument 'm'; values follow their flag, as in --block_size=16"),
+        (["m"], "unexpected argument 'm'; a value follows its flag, as in --block_size=16"),
         ([MODEL, "--config=nowhere.json"], "--config=nowhere.json: the file cannot be read"),
     ],
 )
@@ -142,7 +150,7 @@ def test_a_wrong_command_line_ends_with_2(run_probe: RunProbe, args: list[str], 
             '{"kv_cache_memory": "1GB"}',
             'kv_cache_memory is "1GB": expected a size such as 1073741824, 512MiB or 4GiB',
         ),
-        ('{"config": "x"}', "config belongs on the command line"),
+        ('{"config": "x"}', "config is allowed on the command line only"),
         ('{"block_size": 4, "block_size": 8}', 'key "block_size" appears twice'),
         ("[]", "expected an object of options, found an array"),
     ],
@@ -150,7 +158,7 @@ def test_a_wrong_command_line_ends_with_2(run_probe: RunProbe, args: list[str], 
 def test_a_wrong_file_ends_with_2(run_probe: RunProbe, tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "options.json"
     config.write_text(text)
-    # The command line overrides the value, which must be legal all the same.
+    # The value is checked even though the command line overrides it.
     result = run_probe("options", MODEL, f"--config={config}", "--block_size=2")
     assert (result.returncode, result.stderr) == (2, f"error: {config}: {message}\n")
 
@@ -163,13 +171,13 @@ def test_a_file_that_is_not_json(run_probe: RunProbe, tmp_path: Path) -> None:
     assert result.stderr.startswith(f"error: {config}: parse error at line 1, column 18")
 
 
-PLACE = ("rank", "ranks", "local_rank", "meeting_point", "starts_others", "store_is_served")
+RANK_CONFIG = ("rank", "ranks", "local_rank", "store_address", "spawns_ranks", "uses_agent_store")
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "far", "MASTER_PORT": "29501"}
 BY_HAND = ["--tp_size=4", "--tp_rank=2", "--tp_port=5000", "--tp_host=near"]
 
 
 @pytest.mark.parametrize(
-    ("args", "environment", "place"),
+    ("args", "environment", "rank_config"),
     [
         ([], {}, (0, 1, 0, "127.0.0.1:0", False, False)),
         (["--tp_size=2"], {}, (0, 2, 0, "127.0.0.1:0", True, False)),
@@ -180,24 +188,24 @@ BY_HAND = ["--tp_size=4", "--tp_rank=2", "--tp_port=5000", "--tp_host=near"]
         (["--tp_size=2"], {"RANK": "5", "WORLD_SIZE": "8"}, (0, 2, 0, "127.0.0.1:0", True, False)),
     ],
 )
-def test_the_place_among_the_ranks(
+def test_the_rank_comes_from_flags_or_the_environment(
     run_probe: RunProbe,
     monkeypatch: pytest.MonkeyPatch,
     args: list[str],
     environment: dict[str, str],
-    place: tuple[object, ...],
+    rank_config: tuple[object, ...],
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     options = parsed(run_probe("options", MODEL, *args))
-    assert tuple(options[name] for name in PLACE) == place
+    assert tuple(options[name] for name in RANK_CONFIG) == rank_config
 
 
 @pytest.mark.parametrize(
     ("args", "environment", "message"),
     [
-        (["--tp_size=2", "--tp_rank=1"], {}, "--tp_rank needs --tp_port, the port where the ranks meet"),
-        ([*BY_HAND[2:], "--tp_size=2", "--tp_rank=2"], {}, "rank 2 is outside of the 2 ranks of tp_size"),
+        (["--tp_size=2", "--tp_rank=1"], {}, "--tp_rank needs --tp_port, the port of rank 0's store"),
+        ([*BY_HAND[2:], "--tp_size=2", "--tp_rank=2"], {}, "rank 2 is out of range for 2 ranks"),
         (["--tp_size=4"], TORCHRUN, "--tp_size=4 contradicts WORLD_SIZE=8 in the environment"),
         (["--tp_rank=4", "--tp_size=8"], TORCHRUN, "--tp_rank=4 contradicts RANK=5 in the environment"),
         (["--tp_port=4"], TORCHRUN, "--tp_port=4 contradicts MASTER_PORT=29501 in the environment"),
@@ -206,7 +214,7 @@ def test_the_place_among_the_ranks(
         ([], TORCHRUN | {"RANK": "x"}, "RANK=x in the environment: expected a number of at least 0"),
     ],
 )
-def test_a_place_that_cannot_be_ends_with_2(
+def test_a_contradictory_rank_ends_with_2(
     run_probe: RunProbe,
     monkeypatch: pytest.MonkeyPatch,
     args: list[str],

@@ -1,4 +1,4 @@
-"""Block manager with a prefix cache, against a model of it in a few lines: hits, pages, evictions and counts."""
+"""Block manager with a prefix cache, compared with a simple Python model: hits, pages, evictions and counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Ask = Callable[[str, Any], Any]
 Op = tuple[Any, ...]
 Tokens = tuple[int, ...]
 
-# Two tokens and short pages: most sequences begin alike.
+# Two token values and short pages: many sequences share a prefix.
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 NAMES = st.sampled_from("abcd")
 OPS = st.lists(
@@ -28,7 +28,7 @@ OPS = st.lists(
 
 
 class PrefixModel:
-    """What a prefix cache is: {all tokens up to a page's end: page}, and when each page was last used."""
+    """A simple prefix cache: {all tokens up to the end of a page: page}, and the time of each page's last use."""
 
     def __init__(self, num_blocks: int, page_size: int) -> None:
         self.num_blocks, self.page_size = num_blocks, page_size
@@ -53,7 +53,7 @@ class PrefixModel:
         return any(other[: -self.page_size] == prefix for other in self.cached)
 
     def take(self, count: int, got: list[int]) -> None:
-        """`got` must be free pages, and where those end, the least recently used ones without children."""
+        """`got` must be free pages first, then the least recently used pages without children."""
         assert len(got) == len(set(got)) == count
         free = self.free()
         num_free = min(count, len(free))
@@ -94,7 +94,7 @@ class PrefixModel:
         after = min(before + at_most, len(self.tokens[name]))
         for i in range(before // self.page_size, after // self.page_size):
             page = self.cached.setdefault(tuple(self.tokens[name][: (i + 1) * self.page_size]), self.tables[name][i])
-            self.tables[name][i] = page  # an equal one of another sequence, maybe
+            self.tables[name][i] = page  # the equal page of another sequence, if cached
         assert table == self.tables[name]
         self.num_cached[name] = after
         return after > before
@@ -136,7 +136,7 @@ class PrefixModel:
 
 @settings(deadline=None, max_examples=300)
 @given(num_blocks=st.integers(1, 12), page_size=st.sampled_from([1, 2, 3]), hashes_collide=st.booleans(), ops=OPS)
-def test_it_does_what_its_model_does(
+def test_the_block_manager_equals_the_python_model(
     ask: Ask, num_blocks: int, page_size: int, hashes_collide: bool, ops: list[Op]
 ) -> None:
     question = {"num_blocks": num_blocks, "block_size": page_size, "hashes_collide": hashes_collide, "ops": ops}
@@ -151,8 +151,8 @@ def test_it_does_what_its_model_does(
         assert counts == (model.num_queried, model.num_hit, model.num_evicted)
 
 
-def test_what_a_parent_holds_decides_too(ask: Ask) -> None:
-    """Pages of equal tokens behind different ones, under one hash: nothing of the other sequence is hit."""
+def test_a_page_is_found_only_under_its_parent(ask: Ask) -> None:
+    """Equal pages after different prefixes, with colliding hashes: no page of the other sequence is hit."""
     ops: list[Op] = []
     for name, tokens in (("a", [1, 1, 5, 5, 9]), ("b", [2, 2, 5, 5, 9]), ("c", [2, 2, 5, 5, 8])):
         ops += [("begin", name, tokens), ("compute", name, 5)]

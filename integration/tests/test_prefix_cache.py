@@ -1,4 +1,4 @@
-"""What later requests find of earlier ones' pages, in a whole engine over a model that recalls every cached token."""
+"""Prefix cache hits of an engine over the RecallModel, whose answers depend on every cached token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = [31, 32, 33, 34, 35, 36]
 
 
 def next_token(history: list[int]) -> int:
-    """The probe model's rule: FNV-1a over all tokens."""
+    """The next token of the RecallModel: FNV-1a over all tokens."""
     value = 14695981039346656037
     for token in history:
         value = ((value ^ token) * 1099511628211) % 2**64
@@ -35,11 +35,10 @@ def answer_to(prompt: list[int], count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an engine did."""
+    """The result of an engine run."""
 
     steps: list[list[dict[str, Any]]]
     answers: dict[str, list[int]]
-    failed: set[str]
     scheduler: dict[str, Any]
 
     def parts(self, name: str) -> list[tuple[int, int]]:
@@ -54,9 +53,11 @@ class Outcome:
 
 @pytest.fixture
 def run(ask: Ask) -> Run:
-    """`run((arrival, name, prompt, max_tokens), ..., **settings)`: every answer that does not fail is checked."""
+    """`run((arrival, name, prompt, max_tokens), ..., failing={...}, **settings)`: checks failures and other answers."""
 
-    def run_requests(*requests: tuple[int, str, list[int], int], **changes: Any) -> Outcome:
+    def run_requests(
+        *requests: tuple[int, str, list[int], int], failing: frozenset[str] | set[str] = frozenset(), **changes: Any
+    ) -> Outcome:
         lines = [{"id": name, "token_ids": prompt, "max_tokens": count} for _, name, prompt, count in requests]
         settings = {
             "num_blocks": 100, "block_size": PAGE, "max_model_len": 200, "max_seqs": 8, "max_tokens": 64,
@@ -69,12 +70,12 @@ def run(ask: Ask) -> Run:
             if "token_ids" in event:
                 answers[event["id"]] += event["token_ids"]
         failed = {event["id"] for event in result["events"] if "error" in event}
-        for _, name, prompt, count in requests:
-            if name not in failed:
-                assert answers[name] == answer_to(prompt, count)
+        assert failed == failing
+        expected = {name: answer_to(prompt, count) for _, name, prompt, count in requests if name not in failing}
+        assert {name: tokens for name, tokens in answers.items() if name not in failing} == expected
         scheduler = result["events"][-1]["scheduler"]
         assert scheduler["num_free_blocks"] == settings["num_blocks"]
-        return Outcome(steps=result["steps"], answers=dict(answers), failed=failed, scheduler=scheduler)
+        return Outcome(steps=result["steps"], answers=dict(answers), scheduler=scheduler)
 
     return run_requests
 
@@ -87,7 +88,7 @@ SECOND_PROMPTS = {
     "all of it": (FIRST, 8),  # its last token is computed, and with it the last page
     "all but a token of a page": (FIRST[:8], 4),
     "all of it and more": ([*FIRST, 40], 12),
-    "later pages alone": ([40, *FIRST[1:]], 0),
+    "only later pages": ([40, *FIRST[1:]], 0),
     "pages in another order": ([*FIRST[4:8], *FIRST[:4], 40], 0),
     # 12 tokens of the prompt and 6 of 7 of the answer are written: the last one was never an input.
     "the next turn": ([*FIRST, *answer_to(FIRST, 7), *OTHER], 16),
@@ -96,9 +97,7 @@ SECOND_PROMPTS = {
 
 
 @pytest.mark.parametrize(("prompt", "num_hit"), SECOND_PROMPTS.values(), ids=SECOND_PROMPTS)
-def test_what_a_prompt_has_in_common_with_an_earlier_one_is_not_computed_again(
-    run: Run, prompt: list[int], num_hit: int
-) -> None:
+def test_a_common_prefix_is_not_computed_again(run: Run, prompt: list[int], num_hit: int) -> None:
     requests = (0, "first", FIRST, 7), (20, "second", prompt, 6)
     outcome = run(*requests)
     assert outcome.parts("second")[0] == (num_hit, len(prompt) - num_hit)
@@ -123,12 +122,12 @@ def test_a_page_is_shared_while_its_sequence_runs(run: Run) -> None:
         assert not set(table["first"][3:]) & set(table["second"][3:])
 
 
-def test_what_one_step_computes_twice_is_kept_once(run: Run) -> None:
+def test_equal_pages_of_one_step_are_merged(run: Run) -> None:
     outcome = run((0, "a", FIRST, 4), (0, "b", FIRST, 4), (0, "c", [*FIRST[:8], *OTHER], 4))
     assert [outcome.parts(name)[0] for name in "abc"] == [(0, 12), (0, 12), (0, 14)]
     first, second = outcome.steps[:2]
     pages = [page for part in first for page in part["blocks"]]
-    assert len(set(pages)) == len(pages)  # none is shared before it is written
+    assert len(set(pages)) == len(pages)  # no page is shared before it is written
     a, b, c = (part["blocks"] for part in second)
     assert a[:3] == b[:3]
     assert a[:2] == c[:2]
@@ -147,51 +146,48 @@ def test_a_hit_is_followed_by_chunks(run: Run) -> None:
     assert outcome.parts("second") == [(12, 8), (20, 8), (28, 4), (32, 1)]
 
 
-@pytest.mark.parametrize("beside", [["x"], ["x", "y"]])
-def test_a_failed_step_leaves_no_page(run: Run, beside: list[str]) -> None:
-    """Token 48 cannot be computed: in that step the pages of those beside it are never written, and retried later."""
+@pytest.mark.parametrize("others", [["x"], ["x", "y"]])
+def test_a_failed_step_leaves_no_page(run: Run, others: list[str]) -> None:
+    """Token 48 cannot be computed. The other requests of that step write no pages either: a retry hits nothing."""
     prompts = {"x": [5, 6, 7, 8, 9, 10], "y": [5, 6, 7, 8, 9, 11]}
-    requests = [(0, "bad", [1, 2, 3, 4, 48], 3), *((0, name, prompts[name], 3) for name in beside)]
-    again = [(9, f"{name} again", prompts[name], 3) for name in beside]
-    outcome = run(*requests, *again, (15, "like bad", [1, 2, 3, 4, 14], 3), fail_on=48)
-    assert outcome.failed == {"bad", *beside}
+    requests = [(0, "bad", [1, 2, 3, 4, 48], 3), *((0, name, prompts[name], 3) for name in others)]
+    again = [(9, f"{name} again", prompts[name], 3) for name in others]
+    outcome = run(*requests, *again, (15, "like bad", [1, 2, 3, 4, 14], 3), failing={"bad", *others}, fail_on=48)
     assert [outcome.parts(name)[0][0] for _, name, *_ in again] == [0] * len(again)
     assert outcome.parts("like bad")[0] == (0, 5)
 
 
-def test_a_request_that_fails_takes_along_what_it_alone_computed(run: Run) -> None:
-    """It fails in its second chunk, after a first one whose pages were shared already."""
+def test_a_failed_request_evicts_the_pages_that_only_it_used(run: Run) -> None:
+    """It fails in its second chunk. The first page of its first chunk was a hit."""
     bad = [*FIRST[:4], 1, 2, 3, 4, 5, 6, 7, 48]
     requests = (0, "first", FIRST, 1), (3, "bad", bad, 1), (9, "like bad", [*bad[:8], 40], 1)
-    outcome = run(*requests, fail_on=48, max_tokens=6)
-    assert outcome.failed == {"bad"}
+    outcome = run(*requests, failing={"bad"}, fail_on=48, max_tokens=6)
     assert outcome.parts("bad") == [(4, 6), (10, 2)]
-    assert outcome.parts("like bad")[0] == (4, 5)  # the first one's page stays, since its other pages continue it
+    assert outcome.parts("like bad")[0] == (4, 5)  # the first page stays: it has child pages of the first request
 
 
-def test_logits_that_are_not_numbers_leave_no_page(run: Run) -> None:
+def test_nan_logits_leave_no_page(run: Run) -> None:
     sick = [1, 2, 3, 4, 5, 6, 7, 47]
-    outcome = run((0, "sick", sick, 3), (5, "well", [*sick, 9], 3), nan_on=47)
-    assert outcome.failed == {"sick"}
+    outcome = run((0, "sick", sick, 3), (5, "well", [*sick, 9], 3), failing={"sick"}, nan_on=47)
     assert outcome.parts("well")[0] == (0, 9)
 
 
-def test_a_preempted_sequence_resumes_from_what_is_left_of_its_pages(run: Run) -> None:
+def test_a_preempted_sequence_resumes_from_its_remaining_pages(run: Run) -> None:
     requests = (0, "old", FIRST[:8], 9), (0, "young", [2] * 7, 9)
     outcome = run(*requests, num_blocks=5)
     assert outcome.scheduler["num_preemptions"] == 1
-    # It gave two pages up; the old one's fourth page took the second of them, since the first is its parent.
+    # It freed two pages. The old sequence's fourth page evicted the second of them; the first is its parent.
     resumed = [part for part in outcome.parts("young") if part[1] > 1]
     assert resumed == [(0, 7), (4, 5)]
-    # The young one, in turn, took three of the four that the old one left.
+    # The young sequence then evicted three of the four pages of the old one.
     assert outcome.counts == {
         "num_queried_tokens": 8 + 7 + 9, "num_hit_tokens": 4, "num_evicted_blocks": 4, "num_cached_blocks": 4,
     }  # fmt: skip
 
 
-def test_the_least_recently_used_go_first_and_their_ends_before_their_beginnings(run: Run) -> None:
+def test_the_least_recently_used_page_is_evicted_first_and_leaves_before_parents(run: Run) -> None:
     prompts = {name: [10 * i + j for j in range(9)] for i, name in enumerate("abc")}  # two full pages each
-    # c's three pages are the two that are free and the end of a, which is older than b.
+    # c takes the two free pages and the last page of a, which is older than b.
     before = [(0, "a", prompts["a"], 1), (5, "b", prompts["b"], 1), (10, "c", prompts["c"], 1)]
     assert run(*before, num_blocks=6).counts["num_evicted_blocks"] == 1
     after = run(*before, (15, "a again", prompts["a"], 1), (20, "b again", prompts["b"], 1), num_blocks=6)
@@ -203,7 +199,7 @@ def test_the_least_recently_used_go_first_and_their_ends_before_their_beginnings
 
 
 def test_cached_pages_count_as_free(run: Run) -> None:
-    """Ten prompts that fill the whole cache, each after the other, and one that has most of it in use already."""
+    """Ten prompts one after the other, each filling the whole cache; then two that share three pages."""
     fill = [[i, *range(15)] for i in range(10)]
     outcome = run(*((3 * i, f"r{i}", prompt, 1) for i, prompt in enumerate(fill)), num_blocks=4)
     assert outcome.counts["num_evicted_blocks"] == 4 * 9

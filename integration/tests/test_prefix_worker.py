@@ -1,4 +1,4 @@
-"""The prefix cache end to end: whatever of a prompt is cached, tokens are transformers', and hits are counted."""
+"""The prefix cache end to end: with any cached prefix, tokens equal transformers', and the hits are counted."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PAGE, NUM_TOKENS = 4, 12
 BASE = [(37 * i + i * i) % 250 + 3 for i in range(40)]  # ten pages
 REST = [(53 * i + 7) % 250 + 3 for i in range(9)]
 
-# One after the other, with the tokens of each prompt that are cached when it comes.
+# name: (prompt, number of its tokens that are cached when it arrives). Served one after the other.
 PROMPTS = {
     "first": (BASE, 0),
     "the same": (BASE, 36),
     "its beginning and others": (BASE[:26] + REST, 24),
     "it and more": (BASE + REST, 40),
     "another": (BASE[::-1], 0),
-    "its end alone": (BASE[4:], 0),
+    "only its end": (BASE[4:], 0),
 }
 NEXT_TURN = 48  # of 40 + 12 + 9 tokens; the last of the answer was never an input
 
 
 @pytest.fixture(scope="session")
 def checkpoint(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model with weights so large that tokens depend on every page."""
+    """A small random model. Its large weights make every token depend on all pages."""
     torch.manual_seed(8)
     folder = tmp_path_factory.mktemp("attentive")
     LlamaForCausalLM(LlamaConfig(**small_config, initializer_range=0.2)).save_pretrained(folder)
@@ -41,7 +41,7 @@ def checkpoint(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def expected(checkpoint: Path, hf_greedy: HfGreedy) -> dict[str, tuple[list[int], list[int]]]:
-    """(prompt, answer) by name, "next turn" being the first one's answered and asked on."""
+    """(prompt, answer) by name. "next turn" continues the first prompt and its answer."""
     prompts = [prompt for prompt, _ in PROMPTS.values()]
     answers = hf_greedy(checkpoint, prompts, NUM_TOKENS, None)
     turn = BASE + answers[0] + REST
@@ -62,7 +62,7 @@ CASES = {
 
 
 def answer_all(worker: Worker, prompts: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """(answers, stats) of prompts that all come at one moment."""
+    """(answers, stats) of prompts that all arrive at the same time."""
     worker.send({"command": "pause"})
     for name, prompt in prompts.items():
         worker.send({"id": name, "token_ids": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True})
@@ -79,7 +79,7 @@ def answer_all(worker: Worker, prompts: dict[str, list[int]]) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_transformers_and_hits_are_what_prompts_have_in_common(
+def test_tokens_equal_transformers_and_common_prefixes_are_hits(
     checkpoint: Path,
     worker_path: Path,
     expected: dict[str, tuple[list[int], list[int]]],

@@ -1,4 +1,4 @@
-"""Scheduler and engine over a model whose answers depend on every cached token, so that any wrong page shows."""
+"""Scheduler and engine over the RecallModel, whose answers depend on every cached token: a wrong page changes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB = 50
 
 
 def next_token(history: list[int], vocab_size: int = VOCAB) -> int:
-    """The probe model's rule: FNV-1a over all tokens."""
+    """The next token of the RecallModel: FNV-1a over all tokens."""
     value = 14695981039346656037
     for token in history:
         value = ((value ^ token) * 1099511628211) % 2**64
@@ -26,7 +26,7 @@ def next_token(history: list[int], vocab_size: int = VOCAB) -> int:
 
 
 def expected_answer(case: Case, request: dict[str, Any]) -> tuple[list[int], str]:
-    """(tokens, finish_reason) when the request runs alone and without limits on memory."""
+    """(tokens, finish_reason) of the request without other requests and with enough memory."""
     history = list(request["token_ids"])
     answer: list[int] = []
     stops = set(request.get("stop_token_ids", []))
@@ -45,7 +45,7 @@ def expected_answer(case: Case, request: dict[str, Any]) -> tuple[list[int], str
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    vocab_size = draw(st.sampled_from([2, VOCAB]))  # of two tokens: many sequences begin alike
+    vocab_size = draw(st.sampled_from([2, VOCAB]))  # with two token values many sequences share a prefix
     token = st.integers(0, vocab_size - 1)
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     num_blocks = draw(st.integers(1, 24))
@@ -82,7 +82,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(deadline=None, max_examples=300)
 @given(case=cases())
-def test_every_request_gets_the_answer_it_gets_alone(ask: Ask, case: Case) -> None:
+def test_every_request_gets_the_answer_that_it_gets_without_others(ask: Ask, case: Case) -> None:
     result = ask("schedule", case)
     tokens: defaultdict[str, list[int]] = defaultdict(list)
     finished = {}
@@ -112,7 +112,9 @@ def test_every_request_gets_the_answer_it_gets_alone(ask: Ask, case: Case) -> No
 @given(case=cases())
 def test_each_step_keeps_the_limits(ask: Ask, case: Case) -> None:
     arrival_order = {f"r{i}": i for i in range(len(case["requests"]))}
-    for step in ask("schedule", case)["steps"]:
+    steps = ask("schedule", case)["steps"]
+    assert steps
+    for step in steps:
         assert 0 < sum(part["num_new"] for part in step) <= case["max_tokens"]
         assert len(step) <= case["max_seqs"]
         assert len({part["id"] for part in step}) == len(step)
@@ -124,7 +126,7 @@ def test_each_step_keeps_the_limits(ask: Ask, case: Case) -> None:
             assert end <= len(part["blocks"]) * case["block_size"]
             assert part["needs_token"] == (end == part["num_tokens"])
         decodes = [part["num_cached"] > 0 and part["num_tokens"] - part["num_cached"] == 1 for part in step]
-        # With a prefix cache a prompt may lack its last token alone: it looks like a decode, in a prompt's place.
+        # With a prefix cache, a prompt whose last token alone is not cached looks like a decode among the prompts.
         if not case["enable_prefix_cache"]:
             assert decodes == sorted(decodes, reverse=True), "decodes come first"
             for kind in (True, False):
@@ -138,8 +140,7 @@ def test_each_step_keeps_the_limits(ask: Ask, case: Case) -> None:
 
 
 def check_pages(case: Case, step: list[dict[str, Any]]) -> None:
-    """A page belongs to one sequence, or, cached, to those that begin with the same tokens up to its end; no step
-    writes such a page."""
+    """A page belongs to one sequence; or it is cached, shared by sequences with equal tokens, and not written."""
     size = case["block_size"]
     holders: dict[int, dict[str, Any]] = {}
     for part in step:
@@ -173,7 +174,7 @@ def case_of(requests: list[tuple[int, dict[str, Any]]], **changes: Any) -> Case:
     }
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_decodes(ask: Ask) -> None:
+def test_a_long_prompt_is_computed_in_chunks_together_with_decodes(ask: Ask) -> None:
     short = {"id": "short", "token_ids": [1, 2, 3], "max_tokens": 5}
     long = {"id": "long", "token_ids": list(range(40)), "max_tokens": 2}
     steps = ask("schedule", case_of([(0, short), (1, long)]))["steps"]
@@ -206,15 +207,15 @@ def test_the_youngest_is_preempted_and_resumes_without_losing_tokens(ask: Ask) -
 def test_a_failing_step_fails_its_requests_only(ask: Ask) -> None:
     # Token 13 cannot be computed; "late" waits for pages while that step runs.
     bad = {"id": "bad", "token_ids": [13, 1], "max_tokens": 3}
-    beside = {"id": "beside", "token_ids": [3, 4], "max_tokens": 3, "stop_token_ids": []}
+    other = {"id": "other", "token_ids": [3, 4], "max_tokens": 3, "stop_token_ids": []}
     late = {"id": "late", "token_ids": [5], "max_tokens": 1}
-    case = case_of([(0, bad), (0, beside), (0, late)], max_seqs=2, max_tokens=4, fail_on=13)
+    case = case_of([(0, bad), (0, other), (0, late)], max_seqs=2, max_tokens=4, fail_on=13)
     events = ask("schedule", case)["events"]
     errors = [event for event in events if "error" in event]
     message = "token 13 cannot be computed"
     assert errors == [
         {"id": "bad", "line": 1, "error": {"type": "internal", "message": message}},
-        {"id": "beside", "line": 2, "error": {"type": "internal", "message": message}},
+        {"id": "other", "line": 2, "error": {"type": "internal", "message": message}},
     ]
     assert {"id": "late", "token_ids": [next_token([5])]} in events
     stats = events[-1]["scheduler"]

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the worker ends within two seconds, and says what became of every request."""
+"""SIGINT and SIGTERM: the worker ends within two seconds and reports every unfinished request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-LIMIT = 2.0  # seconds, from the signal to the end of the process
+LIMIT = 2.0  # seconds from the signal to the end of the process
 
-# A model whose step takes long where token 29 is in it.
+# A model whose step takes 8 seconds when it contains token 29.
 PLUGIN = """
 import time
 
@@ -38,7 +38,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(worker_path: Path, llama: Path) -> Iterator[Start]:
-    """`start(*flags, model=...)`: a worker with pipes, killed at the end of the test if it is still there."""
+    """`start(*flags, model=...)`: starts a worker with pipes. Kills it at the end of the test if it still runs."""
     workers: list[subprocess.Popen[str]] = []
 
     def start_worker(*flags: str, model: Path = llama) -> subprocess.Popen[str]:
@@ -58,7 +58,7 @@ def start(worker_path: Path, llama: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def start_slow(start: Start, make_fragile: Callable[[str], tuple[Path, Path]]) -> Start:
-    """As `start`, of the model above."""
+    """As `start`, with the slow model above."""
     model, plugins = make_fragile(PLUGIN)
     return lambda: start(f"--python_model_path={plugins}", model=model)
 
@@ -78,7 +78,7 @@ def read_until(worker: subprocess.Popen[str], condition: Callable[[dict[str, Any
 
 
 def stop(worker: subprocess.Popen[str], number: signal.Signals) -> list[dict[str, Any]]:
-    """Sends the signal and returns the events that followed, after checking exit code and time."""
+    """Sends the signal, checks exit code and time, and returns the events that followed."""
     began = time.monotonic()
     worker.send_signal(number)
     assert worker.wait(timeout=30) == 128 + number, worker.stderr.read() if worker.stderr else ""
@@ -110,7 +110,7 @@ def test_an_idle_worker_ends_at_once(start: Start) -> None:
     assert stop(worker, signal.SIGTERM) == []
 
 
-def test_a_step_that_goes_on_reports_what_waits_too(start_slow: Start) -> None:
+def test_a_long_step_reports_waiting_requests_too(start_slow: Start) -> None:
     worker = start_slow()
     read_until(worker, lambda event: event.get("event") == "ready")
     send(worker, LONG)
@@ -126,7 +126,7 @@ def test_a_step_that_goes_on_reports_what_waits_too(start_slow: Start) -> None:
     assert [event["error"]["message"] for event in events[:2]] == ["the worker was stopped by SIGTERM"] * 2
 
 
-def test_a_step_that_goes_on_without_a_reader(start_slow: Start) -> None:
+def test_a_long_step_with_a_closed_output(start_slow: Start) -> None:
     worker = start_slow()
     read_until(worker, lambda event: event.get("event") == "ready")
     send(worker, LONG)
@@ -145,7 +145,7 @@ def test_a_client_that_does_not_read(start: Start) -> None:
     request = {"token_ids": [5, 6], "max_tokens": 200, "ignore_eos": True, "show_logits": True}
     send(worker, *(request | {"id": f"r{i}"} for i in range(60)))
     sizes = [-1]
-    while sizes[-1] < 32_000 or sizes[-1] != sizes[-2]:  # until its output is full
+    while sizes[-1] < 32_000 or sizes[-1] != sizes[-2]:  # until its output pipe is full
         time.sleep(1)
         sizes.append(num_unread(worker))
     began = time.monotonic()
@@ -155,7 +155,7 @@ def test_a_client_that_does_not_read(start: Start) -> None:
 
 
 def num_unread(worker: subprocess.Popen[str]) -> int:
-    """The bytes that lie in the pipe of its output."""
+    """The number of unread bytes in its output pipe."""
     assert worker.stdout is not None
     found = array.array("i", [0])
     fcntl.ioctl(worker.stdout, termios.FIONREAD, found)
@@ -163,14 +163,14 @@ def num_unread(worker: subprocess.Popen[str]) -> int:
 
 
 def wait_for_main(worker: subprocess.Popen[str]) -> None:
-    """Until the program itself runs, which blocks the signals first; with libraries of CUDA that takes a while."""
+    """Waits until main() has blocked the signals. Loading the CUDA libraries before that takes a while."""
     status = Path(f"/proc/{worker.pid}/status")
     while not int(status.read_text().split("SigBlk:")[1].split()[0], 16) >> (signal.SIGINT - 1) & 1:
         assert worker.poll() is None
         time.sleep(0.01)
 
 
-def test_a_worker_that_loads_ends_at_once(start: Start) -> None:
+def test_a_loading_worker_ends_at_once(start: Start) -> None:
     worker = start()
     wait_for_main(worker)
     time.sleep(0.3)

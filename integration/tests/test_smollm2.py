@@ -1,4 +1,4 @@
-"""A real model: the worker's tokens equal transformers', and the text front streams its answer."""
+"""SmolLM2: the worker's tokens equal transformers', and the text front streams an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker end to end on small random models: tokens equal to HF transformers', facts and ends of answers."""
+"""The worker end to end on small random models: tokens equal transformers', the ready event, and ends of answers."""
 
 from __future__ import annotations
 
@@ -57,24 +57,41 @@ SETTINGS = {
     "one by one": ["--max_seqs_per_batch=1"],
     "one batch": [],
     "pages of one token": ["--block_size=1", "--num_blocks=800"],
-    "chunks beside decodes": ["--max_seqs_per_batch=5", "--max_tokens_per_batch=16"],
+    "chunks together with decodes": ["--max_seqs_per_batch=5", "--max_tokens_per_batch=16"],
     "a cache too small for all": ["--block_size=4", "--num_blocks=40"],
 }
 
 
 @pytest.mark.parametrize("flags", SETTINGS.values(), ids=SETTINGS)
 def test_tokens_equal_transformers(
-    checkpoint: Path, expected: list[list[int]], serve: Serve, answers: Answers, flags: list[str]
+    checkpoint: Path, expected: list[list[int]], worker_path: Path, answers: Answers, flags: list[str]
 ) -> None:
-    requests = [request(f"r{i}", prompt, 40) for i, prompt in enumerate(PROMPTS)]
-    events = serve(checkpoint, [*requests, {"command": "stats"}], "--dtype=float32", *flags)
+    from xllm_text.worker import Worker
+
+    events: Events = []
+    with Worker([str(worker_path), f"--model={checkpoint}", "--device=cpu", "--dtype=float32", *flags]) as worker:
+        worker.ready()
+        worker.send({"command": "pause"})
+        for i, prompt in enumerate(PROMPTS):
+            worker.send(request(f"r{i}", prompt, 40))
+        worker.send({"command": "resume"})
+        while sum(event.get("finished", False) for event in events) < len(PROMPTS):
+            events.append(worker.read_event())
+            assert "error" not in events[-1]
+        worker.send({"command": "stats"})
+        stats = worker.read_event()["scheduler"]
+        assert worker.close() == 0
     got = answers(events)
     assert [got[f"r{i}"] for i in range(len(PROMPTS))] == expected
+    # Each setting does what its name says: the number of steps, and preemptions.
+    num_steps = sum(map(len, expected)) if flags == SETTINGS["one by one"] else max(map(len, expected))
+    assert stats["num_steps"] >= num_steps
+    assert (stats["num_preemptions"] > 0) == (flags == SETTINGS["a cache too small for all"])
 
 
 @pytest.fixture(scope="session")
 def longrope(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Phi-3 that was trained for 64 positions and reaches 256 with other rotary factors."""
+    """A small random Phi-3: short rotary factors up to 64 positions, long ones up to 256."""
     torch.manual_seed(9)
     num_frequencies = small_config["hidden_size"] // small_config["num_attention_heads"] // 2
     rope = {
@@ -84,7 +101,7 @@ def longrope(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFact
         "short_factor": [1.0 + 0.1 * i for i in range(num_frequencies)],
         "long_factor": [4.0 + i for i in range(num_frequencies)],
     }
-    # Weights so large that attention, and with it the factors, decides about tokens.
+    # Large weights, so that the tokens depend on attention and on the rotary factors.
     own = {"pad_token_id": 0, "original_max_position_embeddings": 64, "initializer_range": 0.1}
     config = Phi3Config(**small_config, **own, rope_parameters=rope)
     folder = tmp_path_factory.mktemp("phi3")
@@ -95,7 +112,7 @@ def longrope(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFact
 def test_the_served_length_chooses_longropes_factors(
     longrope: Path, hf_greedy: HfGreedy, serve: Serve, answers: Answers
 ) -> None:
-    """transformers takes the factors by each sequence's length: short up to 64 positions, long beyond."""
+    """transformers chooses the factors by the length of each sequence: short up to 64 positions, long above."""
     short, long = list(range(3, 23)), list(range(3, 103))
     expected = [hf_greedy(longrope, [prompt], 40, None)[0] for prompt in (short, long)]
     by_default = answers(
@@ -107,7 +124,7 @@ def test_the_served_length_chooses_longropes_factors(
     assert by_default["0"] != expected[0]
 
 
-def test_one_execute_a_step_and_one_plan_a_step(llama: Path, worker_path: Path) -> None:
+def test_one_execute_and_one_plan_per_step(llama: Path, worker_path: Path) -> None:
     from xllm_text.worker import Worker
 
     with Worker([str(worker_path), f"--model={llama}", "--device=cpu"]) as worker:
@@ -124,7 +141,7 @@ def test_one_execute_a_step_and_one_plan_a_step(llama: Path, worker_path: Path) 
     assert stats["executor"]["plans"] == [num_steps]
 
 
-def test_ready_tells_what_is_served(llama: Path, serve: Serve) -> None:
+def test_the_ready_event(llama: Path, serve: Serve) -> None:
     flags = ["--dtype=bfloat16", "--block_size=8", "--kv_cache_memory=64KiB", "--max_model_len=100"]
     # A token takes 3 layers x 2 (k, v) x 2 heads x 16 x 2 bytes = 384 bytes, a page 3,072.
     assert serve(llama, [], *flags) == [

@@ -1,4 +1,4 @@
-"""Bad input of every kind, end to end: one clear message, the right exit code, and no other request loses anything."""
+"""Bad input end to end: one clear message and the right exit code, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def request(name: str, token_ids: list[int], max_tokens: int, **more: Any) -> di
     return {"id": name, "token_ids": token_ids, "max_tokens": max_tokens, **more}
 
 
-def test_bad_requests_beside_good_ones(llama: Path, serve: Serve, answers: Answers) -> None:
+def test_bad_requests_between_good_ones(llama: Path, serve: Serve, answers: Answers) -> None:
     good = request("good", [5, 6, 7], 20)
     expected = answers(serve(llama, [good]))["good"]
     lines = [
@@ -60,7 +60,7 @@ class FragileForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture
 def fragile(make_fragile: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
-    """(checkpoint, plugin folder): a model outside the packages that throws at token 13 and gives NaN at token 17."""
+    """(checkpoint, plugin folder) of an out-of-tree model that raises at token 13 and gives NaN at token 17."""
     return make_fragile(PLUGIN)
 
 
@@ -83,12 +83,13 @@ def test_a_python_exception_fails_its_step_and_the_worker_goes_on(
     assert "fragile.py" in result.stderr  # the traceback
 
 
-def test_what_python_prints_stays_out_of_the_events(fragile: tuple[Path, Path], run: Run, answers: Answers) -> None:
+def test_output_of_python_stays_out_of_the_events(fragile: tuple[Path, Path], run: Run, answers: Answers) -> None:
     model, plugins = fragile
     code = (plugins / "fragile.py").read_text()
     (plugins / "fragile.py").write_text(code + 'print("hello from the model")\n')
     result = run(model, [request("r", [5], 1)], f"--python_model_path={plugins}")
-    assert "hello" not in result.stdout
+    assert result.returncode == 0
+    assert "hello from the model" in result.stderr
     assert answers([json.loads(line) for line in result.stdout.splitlines()]).keys() == {"r"}
 
 
@@ -118,7 +119,7 @@ DAMAGE = {
         lambda folder: edit_config(folder, architectures=["MambaForCausalLM"], model_type="mamba"),
         ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"],
     ),
-    "truncated": (truncate, ["model.safetensors"]),
+    "truncated": (truncate, ["model.safetensors is truncated or not a safetensors file"]),
     "tensors": (
         drop_and_add_tensors,
         [
@@ -128,7 +129,10 @@ DAMAGE = {
             "lm_head.weight",
         ],
     ),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["safetensors"]),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        ["has neither model.safetensors nor model.safetensors.index.json"],
+    ),
 }
 
 
@@ -161,7 +165,7 @@ def test_a_damaged_checkpoint_ends_with_1(
         (["--model_impl=rust"], 2, "--model_impl=rust: expected python or native"),
     ],
 )
-def test_what_cannot_be_served_ends_with_one_error(
+def test_an_impossible_option_ends_with_one_error(
     llama: Path, run: Run, flags: list[str], exit_code: int, message: str
 ) -> None:
     result = run(llama, [], *flags)
@@ -170,8 +174,8 @@ def test_what_cannot_be_served_ends_with_one_error(
     assert result.stderr.startswith("error: ")
 
 
-def test_a_context_beyond_what_the_model_was_trained_for(copy_of_llama: Path, run: Run) -> None:
-    """Dynamic rotary embeddings would reach further; what is served ends where the config says."""
+def test_a_context_beyond_max_position_embeddings(copy_of_llama: Path, run: Run) -> None:
+    """Dynamic rotary embeddings could go further, but max_position_embeddings is the limit."""
     path = copy_of_llama / "config.json"
     config = json.loads(path.read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -186,10 +190,9 @@ def test_no_such_directory(run: Run) -> None:
     assert (result.returncode, result.stderr) == (1, "error: --model=/nowhere is not a directory\n")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 64, reason="the machine has that many devices")
-def test_a_device_that_is_not_there(llama: Path, worker_path: Path) -> None:
-    command = [worker_path, f"--model={llama}", "--device=cuda:64"]
+def test_a_device_that_does_not_exist(llama: Path, worker_path: Path) -> None:
+    command = [worker_path, f"--model={llama}", "--device=cuda:999"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 1
     count = torch.cuda.device_count()
-    assert result.stderr == f"error: device cuda:64 is not there: torch sees {count} CUDA devices\n"
+    assert result.stderr == f"error: device cuda:999 does not exist: torch finds {count} CUDA devices\n"

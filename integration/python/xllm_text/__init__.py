@@ -1,4 +1,4 @@
-"""Text in, text out: tokenizes, drives `xllm_worker` over its JSON Lines, and fetches a model to try it with.
+"""The text front of `xllm_worker`: tokenizes prompts, detokenizes answers, and fetches a small model to try.
 
-Owns no model computation: tokens in and out are the worker's.
+The worker computes all tokens.
 """

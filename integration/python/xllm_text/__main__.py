@@ -1,4 +1,4 @@
-"""`python -m xllm_text`."""
+"""Runs the command line for `python -m xllm_text`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: a user's message as the prompt that a chat model was trained on."""
+"""Renders a user's message with the chat template of a checkpoint."""
 
 from __future__ import annotations
 

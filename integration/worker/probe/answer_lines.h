@@ -1,4 +1,4 @@
-// How a probe answers: one JSON value a line in, one a line out.
+// The input loop of a probe: reads one JSON value per line and prints one JSON answer per line.
 #pragma once
 
 #include <exception>

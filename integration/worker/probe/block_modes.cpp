@@ -12,7 +12,7 @@ using nlohmann::json;
 
 namespace {
 
-uint64_t same_for_all(uint64_t, std::span<const int32_t>) { return 7; }
+uint64_t constant_hash(uint64_t, std::span<const int32_t>) { return 7; }
 
 struct Holder {
   std::vector<int32_t> tokens;
@@ -25,7 +25,7 @@ using Holders = std::map<std::string, Holder>;
 bool begin(BlockManager& blocks, Holders& holders, const json& op) {
   if (holders.contains(op.at(1))) return false;
   Holder holder{op.at(2), {}, 0};
-  const auto num_cached = blocks.begin(holder.table, holder.tokens);
+  const auto num_cached = blocks.allocate(holder.table, holder.tokens);
   if (!num_cached) return false;
   holder.num_cached = *num_cached;
   holders.emplace(op.at(1), std::move(holder));
@@ -36,7 +36,8 @@ bool compute(BlockManager& blocks, Holder& holder, int64_t at_most) {
   const int64_t num_new = std::min(at_most, std::ssize(holder.tokens) - holder.num_cached);
   const int64_t num_before = holder.num_cached;
   holder.num_cached += num_new;
-  blocks.written(holder.table, std::span(holder.tokens).first(static_cast<size_t>(holder.num_cached)), num_before);
+  const auto computed = std::span(holder.tokens).first(static_cast<size_t>(holder.num_cached));
+  blocks.cache_full_blocks(holder.table, computed, num_before);
   return num_new > 0;
 }
 
@@ -56,7 +57,7 @@ bool apply(BlockManager& blocks, Holders& holders, const json& op) {
   if (kind == "compute") return compute(blocks, holder, op.at(2));
   if (kind == "append") return append(blocks, holder, op.at(2));
   if (kind == "release") {
-    blocks.release(holder.table);
+    blocks.free(holder.table);
   } else {
     blocks.discard(holder.table);
   }
@@ -76,7 +77,7 @@ json probe_blocks(const json& input) {
     if (op.at(0) == "grow") {
       ok = blocks.grow(table, op.at(2));
     } else {
-      blocks.release(table);
+      blocks.free(table);
     }
     results.push_back({{"ok", ok}, {"table", table}, {"num_free", blocks.num_free()}});
   }
@@ -87,7 +88,7 @@ json probe_prefixes(const json& input) {
   BlockManager blocks(input.at("num_blocks"),
                       input.at("block_size"),
                       /*enable_prefix_cache=*/true,
-                      input.at("hashes_collide") ? same_for_all : hash_page);
+                      input.at("hashes_collide") ? constant_hash : hash_page);
   Holders holders;
   json results = json::array();
   for (const json& op : input.at("ops")) {

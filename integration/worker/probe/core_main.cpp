@@ -1,6 +1,6 @@
-// Lets tests drive the worker's core without a model and without libtorch.
+// Test program: drives the worker's core without a model and without libtorch.
 //   xllm_core_probe blocks|prefixes|schedule   one JSON value in, one out, line by line
-//   xllm_core_probe serve SETTINGS             the worker's loop over a model made of arithmetic
+//   xllm_core_probe serve SETTINGS             the worker's loop over the fake RecallModel
 //   xllm_core_probe options FLAG...            the parsed options
 #include <iostream>
 #include <string>

@@ -7,15 +7,15 @@
 
 namespace xllm::worker::probe {
 
-// {"num_blocks", "block_size", "ops": [["grow", name, num_tokens] | ["release", name]]} -> what each op left
+// {"num_blocks", "block_size", "ops": [["grow", name, num_tokens] | ["release", name]]} -> the state after each op
 nlohmann::json probe_blocks(const nlohmann::json& input);
 
-// {"num_blocks", "block_size", "hashes_collide", "ops"} -> what each op left. An op that cannot be done now is passed over:
-//   ["begin", name, tokens], ["compute", name, at most so many tokens], ["append", name, token] once all are computed,
+// {"num_blocks", "block_size", "hashes_collide", "ops"} -> the state after each op. Impossible ops are skipped:
+//   ["begin", name, tokens], ["compute", name, max tokens], ["append", name, token] once all are computed,
 //   ["release", name], ["discard", name]
 nlohmann::json probe_prefixes(const nlohmann::json& input);
 
-// A whole engine over the RecallModel, step by step, with requests that arrive before given steps.
+// Runs an engine over the RecallModel step by step. Each request arrives before a given step.
 nlohmann::json probe_schedule(const nlohmann::json& input);
 
 // Serves stdin and stdout as the worker does, over the RecallModel. Returns the exit code.

@@ -2,7 +2,7 @@
 
 #include "core_probe.h"
 #include "options.h"
-#include "ranks/place.h"
+#include "ranks/rank_config.h"
 
 namespace xllm::worker::probe {
 
@@ -16,7 +16,7 @@ int print_options(const std::vector<std::string>& args) {
       return 0;
     }
     const DeviceChoice device = parse_device(options);
-    const RankPlace place = resolve_place(options, process_environment);
+    const RankConfig config = resolve_rank_config(options, process_environment);
     const json output = {{"model", options.model},
                          {"dtype", options.dtype},
                          {"enable_graph", options.enable_graph},
@@ -28,12 +28,12 @@ int print_options(const std::vector<std::string>& args) {
                          {"python_model_path", options.python_model_path},
                          {"device_kind", static_cast<int>(device.kind)},
                          {"device_index", device.index},
-                         {"rank", place.rank},
-                         {"ranks", place.size},
-                         {"local_rank", place.local_rank},
-                         {"meeting_point", place.host + ":" + std::to_string(place.port)},
-                         {"starts_others", place.starts_others},
-                         {"store_is_served", place.store_is_served}};
+                         {"rank", config.rank},
+                         {"ranks", config.size},
+                         {"local_rank", config.local_rank},
+                         {"store_address", config.host + ":" + std::to_string(config.port)},
+                         {"spawns_ranks", config.spawns_ranks},
+                         {"uses_agent_store", config.uses_agent_store}};
     std::cout << output << "\n";
     return 0;
   } catch (const OptionError& error) {

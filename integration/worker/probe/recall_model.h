@@ -1,5 +1,5 @@
-// A model whose next token depends on every token in the cache: any mistake in pages, chunks or recomputation shows in its
-// answer. Needs no tensors.
+// A fake model without tensors. Its next token is a hash of every cached token, so a wrong page, chunk or recomputation
+// changes the answer.
 #pragma once
 
 #include <cstdint>

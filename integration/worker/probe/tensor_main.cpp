@@ -1,4 +1,4 @@
-// Lets tests drive the worker's batch builder, its sampler and what keeps inputs of running steps, without a model.
+// Test program: drives the batch builder, the sampler and StepsInFlight without a model.
 //   xllm_tensor_probe batch|sample|in_flight   one JSON value in, one out, line by line
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -72,7 +72,7 @@ json probe_sample(const json& input) {
   return sample_greedy(logits);
 }
 
-// A device of which only events matter: one has happened when the device has come to its place on the stream.
+// A fake device that implements only events. The test says how many recorded events have completed.
 class SlowDevice final : public c10::impl::DeviceGuardImplInterface {
  public:
   static inline int64_t num_recorded = 0, num_passed = 0;
@@ -95,7 +95,8 @@ class SlowDevice final : public c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, SlowDevice)
 
-// {"device", "steps": [[marked, marks that the device has passed before it]]} -> after each, the steps whose inputs live
+// {"device", "steps": [[marked, number of completed events before it]]} -> after each step, the steps whose inputs are
+// kept
 json probe_in_flight(const json& input) {
   SlowDevice::num_recorded = SlowDevice::num_passed = 0;
   StepsInFlight steps{at::Device(input.at("device").get<std::string>())};

@@ -11,7 +11,8 @@ namespace xllm::worker {
 
 namespace {
 
-// Each array begins at a multiple of 128 bytes: kernels load wide words, and some are compiled anew for an unaligned one.
+// Each array is aligned to 128 bytes: kernels use wide loads, and Triton compiles a second variant for unaligned
+// pointers.
 constexpr int64_t kAlignment = 128 / sizeof(int32_t);
 
 struct Section {
@@ -19,7 +20,7 @@ struct Section {
   int64_t size = 0;
 };
 
-// Where each array lies in the buffer.
+// The offset and size of each array in the buffer.
 struct Layout {
   Section tokens, positions, logits_indices, slot_mapping;
   Section pages_indptr, page_indices, last_page_lens, kv_indptr, qo_indptr;
@@ -27,7 +28,7 @@ struct Layout {
   int64_t max_query_len = 0;
   int64_t max_seq_len = 0;
   bool is_decode = true;   // every sequence has exactly one new token
-  bool is_prefill = true;  // no sequence has anything cached
+  bool is_prefill = true;  // no sequence has cached tokens
 
   Section take(int64_t count) {
     const Section section{size, count};
@@ -50,7 +51,8 @@ void check_entry(const BatchEntry& entry, int64_t pages) {
   }
 }
 
-// The largest of the cumulative lengths. Shared pages count for every sequence, so the cache does not bound it.
+// The last cumulative length must fit into int32. The cache size does not bound it: shared pages count once per
+// sequence.
 void check_total(int64_t total_kv, int64_t num_seqs) {
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
   if (total_kv <= kLimit) return;
@@ -127,7 +129,7 @@ at::Tensor view(const at::Tensor& buffer, const Section& section) {
 
 Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device) {
   const Layout layout = make_layout(entries, block_size);
-  // Fresh memory each step: the allocator hands a block out again only when the copies from it are done.
+  // A new buffer per step: the allocator reuses pinned memory only after its copies have completed.
   const at::Tensor host =
       at::empty({layout.size}, at::TensorOptions().dtype(at::kInt).pinned_memory(device.is_cuda()));
   fill(host.mutable_data_ptr<int32_t>(), layout, entries, block_size);

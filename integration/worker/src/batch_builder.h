@@ -1,4 +1,4 @@
-// Builds what one step hands to the model: tokens, positions and the attention metadata, host mirrors included.
+// Builds the model inputs of one step: tokens, positions and the attention metadata with its CPU copies.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,15 +10,16 @@
 
 namespace xllm::worker {
 
-// One sequence of a step. It may have no new token, and no token at all.
+// One sequence of a step. Both num_cached and new_tokens may be empty.
 struct BatchEntry {
   std::span<const int32_t> new_tokens;
   int64_t num_cached = 0;           // tokens before the new ones
-  std::span<const int32_t> blocks;  // pages, enough for num_cached + new_tokens; further ones are ignored
+  std::span<const int32_t> blocks;  // pages for num_cached + new_tokens; extra pages are ignored
   bool wants_logits = false;        // of its last new token
 };
 
-// All tensors are int32 and views of one buffer; on a CUDA device of two, the host's being pinned.
+// All tensors are int32 views of one buffer. On a CUDA device there are two buffers: a pinned one on the host, one on
+// the device.
 struct Batch {
   at::Tensor tokens;          // [T], device
   at::Tensor positions;       // [T], device
@@ -26,8 +27,8 @@ struct Batch {
   AttentionMetadata metadata;
 };
 
-// The copy to a CUDA device is asynchronous, ordered on the current stream; the host buffer's memory is not used for
-// another batch before it is done.
+// The copy to a CUDA device is asynchronous on the current stream. PyTorch's pinned-memory allocator reuses the host
+// buffer only after the copy has completed. Throws std::exception for inconsistent entries.
 Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device);
 
 }  // namespace xllm::worker

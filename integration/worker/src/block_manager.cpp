@@ -12,9 +12,9 @@ BlockManager::BlockManager(int64_t num_blocks, int64_t block_size, bool enable_p
     throw std::invalid_argument("a KV cache of " + std::to_string(num_blocks) + " pages of " +
                                 std::to_string(block_size) + " tokens; both must be at least 1");
   }
-  num_users_.assign(static_cast<size_t>(num_blocks), 0);
-  free_.reserve(static_cast<size_t>(num_blocks));
-  for (int64_t block = num_blocks - 1; block >= 0; --block) free_.push_back(static_cast<int32_t>(block));
+  ref_counts_.assign(static_cast<size_t>(num_blocks), 0);
+  free_blocks_.reserve(static_cast<size_t>(num_blocks));
+  for (int64_t block = num_blocks - 1; block >= 0; --block) free_blocks_.push_back(static_cast<int32_t>(block));
   if (enable_prefix_cache) cache_.emplace(num_blocks, hash);
 }
 
@@ -23,7 +23,7 @@ std::vector<int32_t> BlockManager::find_prefix(std::span<const int32_t> tokens) 
   if (!cache_ || tokens.empty()) return found;
   const size_t size = static_cast<size_t>(block_size_);
   for (size_t end = size; end < tokens.size(); end += size) {
-    const int32_t parent = found.empty() ? PrefixCache::kNoPage : found.back();
+    const int32_t parent = found.empty() ? PrefixCache::kNoParent : found.back();
     const auto block = cache_->find(parent, tokens.subspan(end - size, size));
     if (!block) break;
     found.push_back(*block);
@@ -31,14 +31,14 @@ std::vector<int32_t> BlockManager::find_prefix(std::span<const int32_t> tokens) 
   return found;
 }
 
-std::optional<int64_t> BlockManager::begin(std::vector<int32_t>& table, std::span<const int32_t> tokens) {
+std::optional<int64_t> BlockManager::allocate(std::vector<int32_t>& table, std::span<const int32_t> tokens) {
   std::vector<int32_t> found = find_prefix(tokens);
   const auto num_found = std::ssize(found);
-  // An idle page that is found is free no more.
-  const auto num_idle = std::ranges::count_if(found, [&](int32_t block) { return num_users(block) == 0; });
+  // A hit on an idle page takes it from the free pages.
+  const auto num_idle = std::ranges::count_if(found, [&](int32_t block) { return ref_count(block) == 0; });
   if (num_pages(std::ssize(tokens)) - num_found > num_free() - num_idle) return std::nullopt;
   for (const int32_t block : found) {
-    if (num_users(block)++ == 0) cache_->set_used(block);
+    if (ref_count(block)++ == 0) cache_->set_used(block);
   }
   table = std::move(found);
   grow(table, std::ssize(tokens));
@@ -52,59 +52,60 @@ std::optional<int64_t> BlockManager::begin(std::vector<int32_t>& table, std::spa
 bool BlockManager::grow(std::vector<int32_t>& table, int64_t num_tokens) {
   const int64_t missing = num_pages(num_tokens) - std::ssize(table);
   if (missing > num_free()) return false;
-  for (int64_t i = 0; i < missing; ++i) table.push_back(take());
+  for (int64_t i = 0; i < missing; ++i) table.push_back(allocate_block());
   return true;
 }
 
-int32_t BlockManager::take() {
+int32_t BlockManager::allocate_block() {
   int32_t block = 0;
-  if (free_.empty()) {
+  if (free_blocks_.empty()) {
     block = cache_->evict();
     ++counts_.num_evicted_blocks;
   } else {
-    block = free_.back();
-    free_.pop_back();
+    block = free_blocks_.back();
+    free_blocks_.pop_back();
   }
-  num_users(block) = 1;
+  ref_count(block) = 1;
   return block;
 }
 
-void BlockManager::written(std::vector<int32_t>& table, std::span<const int32_t> tokens, int64_t num_before) {
+void BlockManager::cache_full_blocks(std::vector<int32_t>& table, std::span<const int32_t> tokens, int64_t num_before) {
   if (!cache_) return;
   const size_t size = static_cast<size_t>(block_size_);
   for (size_t i = static_cast<size_t>(num_before) / size; i < tokens.size() / size; ++i) {
-    const int32_t parent = i == 0 ? PrefixCache::kNoPage : table[i - 1];
+    const int32_t parent = i == 0 ? PrefixCache::kNoParent : table[i - 1];
     const auto page = tokens.subspan(i * size, size);
     const auto equal = cache_->find(parent, page);
     if (!equal) {
       cache_->insert(parent, page, table[i]);
       continue;
     }
-    // So that whoever uses a page uses its parents: an idle page then has no child in use, and counts as free.
-    if (num_users(*equal)++ == 0) cache_->set_used(*equal);
-    leave(table[i], /*keep=*/true);
+    // Keeps the invariant that a user of a page also uses its parents: then an idle page has no child in use and can be
+    // evicted.
+    if (ref_count(*equal)++ == 0) cache_->set_used(*equal);
+    unref(table[i], /*keep=*/true);
     table[i] = *equal;
   }
 }
 
-void BlockManager::leave(int32_t block, bool keep) {
-  if (num_users(block) == 0) throw std::logic_error("page " + std::to_string(block) + " is freed twice");
-  if (--num_users(block) > 0) return;
-  if (cache_ && cache_->holds(block)) {
+void BlockManager::unref(int32_t block, bool keep) {
+  if (ref_count(block) == 0) throw std::logic_error("page " + std::to_string(block) + " is freed twice");
+  if (--ref_count(block) > 0) return;
+  if (cache_ && cache_->contains(block)) {
     if (keep || cache_->has_children(block)) return cache_->set_idle(block);
     cache_->erase(block);
   }
-  free_.push_back(block);
+  free_blocks_.push_back(block);
 }
 
-void BlockManager::leave_all(std::vector<int32_t>& table, bool keep) {
-  for (auto block = table.rbegin(); block != table.rend(); ++block) leave(*block, keep);
+void BlockManager::unref_all(std::vector<int32_t>& table, bool keep) {
+  for (auto block = table.rbegin(); block != table.rend(); ++block) unref(*block, keep);
   table.clear();
 }
 
-void BlockManager::release(std::vector<int32_t>& table) { leave_all(table, /*keep=*/true); }
+void BlockManager::free(std::vector<int32_t>& table) { unref_all(table, /*keep=*/true); }
 
-void BlockManager::discard(std::vector<int32_t>& table) { leave_all(table, /*keep=*/false); }
+void BlockManager::discard(std::vector<int32_t>& table) { unref_all(table, /*keep=*/false); }
 
 PrefixCacheCounts BlockManager::prefix_cache_counts() const {
   PrefixCacheCounts counts = counts_;

@@ -1,4 +1,4 @@
-// The KV cache's pages: who uses them, how a sequence's page table grows, and which pages sequences share.
+// Allocates KV cache pages to sequences, with reference counts for pages that sequences share.
 #pragma once
 
 #include <cstdint>
@@ -11,57 +11,58 @@
 namespace xllm::worker {
 
 struct PrefixCacheCounts {
-  int64_t num_queried_tokens = 0;  // of the sequences that began
-  int64_t num_hit_tokens = 0;      // of those, the ones that were cached
+  int64_t num_queried_tokens = 0;  // of all admitted sequences
+  int64_t num_hit_tokens = 0;      // of those, found in the cache
   int64_t num_evicted_blocks = 0;
-  int64_t num_cached_blocks = 0;  // now, in use or idle
+  int64_t num_cached_blocks = 0;  // now, in use or not
 };
 
-// With a prefix cache, full pages are found again by their tokens. A page enters it when its keys and values are written,
-// is never written again, and stays, when no sequence uses it any more, until its memory is wanted.
+// With a prefix cache, full pages are found again by their tokens. A page enters the cache once its keys and values are
+// written, and is not written again. A page with reference count 0 stays cached until it is evicted for its memory.
 class BlockManager {
  public:
   BlockManager(int64_t num_blocks, int64_t block_size, bool enable_prefix_cache, PageHash hash = hash_page);
 
-  int64_t num_blocks() const { return static_cast<int64_t>(num_users_.size()); }
+  int64_t num_blocks() const { return static_cast<int64_t>(ref_counts_.size()); }
   int64_t block_size() const { return block_size_; }
   int64_t num_slots() const { return num_blocks() * block_size_; }
-  // Pages that no sequence uses; those that are cached are given up when they are wanted.
-  int64_t num_free() const { return static_cast<int64_t>(free_.size()) + (cache_ ? cache_->num_idle() : 0); }
+  // Pages with reference count 0, cached ones included: these are evicted on demand.
+  int64_t num_free() const { return static_cast<int64_t>(free_blocks_.size()) + (cache_ ? cache_->num_idle() : 0); }
 
-  // Gives `table`, which is empty, pages for all of `tokens`, cached ones first. Returns how many tokens those hold: whole
-  // pages, and never the last token, which must be computed for its logits. Nothing, and nothing changed, when too few pages
-  // are free.
-  std::optional<int64_t> begin(std::vector<int32_t>& table, std::span<const int32_t> tokens);
+  // Fills the empty `table` with pages for all of `tokens`, cached pages first. Returns the number of cached tokens:
+  // whole pages, without the last token, which is computed for its logits. Returns nullopt and changes nothing when too
+  // few pages are free.
+  std::optional<int64_t> allocate(std::vector<int32_t>& table, std::span<const int32_t> tokens);
 
-  // Lets `table` hold `num_tokens` tokens. False, and nothing changed, when too few pages are free.
+  // Grows `table` to `num_tokens` tokens. Returns false and changes nothing when too few pages are free.
   bool grow(std::vector<int32_t>& table, int64_t num_tokens);
 
-  // The keys and values of `tokens`, a sequence's first, are written, of which those of the first `num_before` already were
-  // at the last call: their full pages enter the cache. Where an equal page is in it, `table` gets that one for its own.
-  void written(std::vector<int32_t>& table, std::span<const int32_t> tokens, int64_t num_before);
+  // Puts the full pages of `tokens` into the cache, once their keys and values are written. `tokens` are all computed
+  // tokens of a sequence; the first `num_before` were passed in the last call. If the cache has an equal page, `table`
+  // gets that page instead.
+  void cache_full_blocks(std::vector<int32_t>& table, std::span<const int32_t> tokens, int64_t num_before);
 
-  // Gives all pages of `table` back and empties it. Its cached pages stay cached.
-  void release(std::vector<int32_t>& table);
+  // Releases all pages of `table` and empties it. Cached pages stay cached.
+  void free(std::vector<int32_t>& table);
 
-  // As release, for a sequence whose pages are not to be trusted: none that it alone used and that no other continues
-  // stays cached.
+  // As free, for a failed sequence, whose keys and values may be wrong: evicts its pages that no other sequence uses
+  // and that have no child page.
   void discard(std::vector<int32_t>& table);
 
   PrefixCacheCounts prefix_cache_counts() const;
 
  private:
   int64_t num_pages(int64_t num_tokens) const { return (num_tokens + block_size_ - 1) / block_size_; }
-  int64_t& num_users(int32_t block) { return num_users_.at(static_cast<size_t>(block)); }
+  int64_t& ref_count(int32_t block) { return ref_counts_.at(static_cast<size_t>(block)); }
   std::vector<int32_t> find_prefix(std::span<const int32_t> tokens) const;
-  int32_t take();
-  // One user less. A page that is cached stays so where `keep` says it, or where others continue it.
-  void leave(int32_t block, bool keep);
-  void leave_all(std::vector<int32_t>& table, bool keep);
+  int32_t allocate_block();
+  // Decrements the reference count. At 0, a cached page stays cached if `keep` is set or it has child pages.
+  void unref(int32_t block, bool keep);
+  void unref_all(std::vector<int32_t>& table, bool keep);
 
   int64_t block_size_;
-  std::vector<int32_t> free_;  // not cached. A stack: the page freed last is warm in the caches
-  std::vector<int64_t> num_users_;  // by block
+  std::vector<int32_t> free_blocks_;  // not cached. A stack: the page freed last may still be in the L2 cache
+  std::vector<int64_t> ref_counts_;  // by block
   std::optional<PrefixCache> cache_;
   PrefixCacheCounts counts_;
 };

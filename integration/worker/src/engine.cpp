@@ -48,7 +48,7 @@ void Engine::serve(Inbox& inbox) {
       lines_ = inbox.take_all();
     }
     handle_lines();
-    if (inbox.is_at_end()) is_paused_ = false;  // nobody is left who could resume
+    if (inbox.is_at_end()) is_paused_ = false;  // no resume command can arrive any more
     if (has_work() && !is_paused_ && !is_stopping_) step();
   }
   if (!is_stopping_) return;
@@ -64,7 +64,7 @@ void Engine::stop(std::string message) {
 }
 
 std::string Engine::abandon(const std::string& message, Inbox& inbox, std::chrono::milliseconds limit) {
-  // Kept locked: whatever the engine's thread comes to, it is not heard.
+  // The lock is never released, so that the engine's thread cannot write an event after these.
   return mutex_.try_lock_for(limit) ? last_events(message, inbox) : "";
 }
 
@@ -88,7 +88,7 @@ void Engine::handle_lines() {
     } else if (const auto* command = std::get_if<PauseCommand>(&line.content)) {
       is_paused_ = command->pause;
     } else {
-      lock.unlock();  // ranks are asked, and may not answer
+      lock.unlock();  // stats_json asks the other ranks, which may not answer
       const std::string executor = model_.stats_json();
       lock.lock();
       events_ += stats(executor);
@@ -98,7 +98,7 @@ void Engine::handle_lines() {
 }
 
 void Engine::accept(Request request) {
-  if (!live_ids_.insert(request.id).second) {
+  if (!active_ids_.insert(request.id).second) {
     const std::string message = "id \"" + request.id + "\" belongs to a request that is not finished";
     events_ += error_event(request.id, request.line, kInvalidRequest, message);
     return;
@@ -120,7 +120,7 @@ void Engine::step() {
   } catch (const RankFailure&) {
     throw;
   } catch (const std::exception& error) {
-    // Whatever went wrong concerns this step's requests; the others go on.
+    // Only the requests of this step fail. The others continue.
     const std::lock_guard lock(mutex_);
     ++num_failed_steps_;
     log_(error.what());
@@ -132,7 +132,7 @@ void Engine::step() {
   auto token = tokens.begin();
   for (const ScheduledSequence& scheduled : batch) {
     const bool needs_token = scheduled.needs_token();
-    scheduler_.computed(scheduled);
+    scheduler_.update_computed(scheduled);
     num_computed_tokens_ += scheduled.num_new;
     if (needs_token) deliver(*scheduled.sequence, *token++);
   }
@@ -170,7 +170,7 @@ std::string_view Engine::finish_reason(const Sequence& sequence) const {
   if (contains(request.stop_token_ids, last)) return "stop";
   if (!request.ignore_eos && contains(limits_.eos_token_ids, last)) return "stop";
   const bool is_full = sequence.num_tokens() >= limits_.max_model_len ||
-                       sequence.num_tokens() > blocks_.num_slots();  // the last token need not be cached
+                       sequence.num_tokens() > blocks_.num_slots();  // the last token needs no slot
   return is_full || sequence.num_generated() >= request.max_tokens ? "length" : "";
 }
 
@@ -200,7 +200,7 @@ std::string Engine::last_events(const std::string& message, Inbox& inbox) {
 }
 
 void Engine::retire(const Sequence& sequence, bool has_failed) {
-  live_ids_.erase(sequence.request.id);
+  active_ids_.erase(sequence.request.id);
   scheduler_.remove(sequence, has_failed);
 }
 

@@ -1,4 +1,4 @@
-// The worker's loop: takes lines in, runs one step after the other, gives events out. It knows no tensors and no Python.
+// The engine loop: handles input lines, schedules and runs steps, and writes events. Uses no tensors and no Python.
 #pragma once
 
 #include <atomic>
@@ -33,17 +33,17 @@ class Engine {
 
   Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Write write, Log log);
 
-  // Until the inbox is at its end and everything in flight is finished. Throws RankFailure, after an error event for
-  // each request in flight or still in the inbox, when the model can serve no more.
+  // Runs until the inbox is closed and all requests are finished. On a RankFailure it writes an error event for each
+  // unfinished request, those in the inbox included, and rethrows.
   void run(Inbox& inbox);
 
-  // From any thread, and at once whatever the engine does: `run` ends after the step that it is in, with an error event
-  // for every request in flight or still in the inbox. Wake the inbox afterwards.
+  // Makes `run` end after the current step, with an error event for each unfinished request, those in the inbox
+  // included. Callable from any thread; never blocks. The caller must then wake the inbox.
   void stop(std::string message);
 
-  // From any thread, for a step that does not end: those error events, for the caller to write before it ends the process.
-  // Empty when the engine's thread does not come out of its own writing within `limit`. The engine gives no event after
-  // them, and cannot be destroyed.
+  // For a step that does not end: returns those error events, which the caller writes before it ends the process.
+  // Callable from any thread. Returns an empty string when the engine's thread is still writing after `limit`. Keeps
+  // the engine locked: it writes no more events, and must not be destroyed.
   std::string abandon(const std::string& message, Inbox& inbox, std::chrono::milliseconds limit);
 
   void handle(InputLine line);
@@ -60,7 +60,7 @@ class Engine {
   std::string last_events(const std::string& message, Inbox& inbox);
   void fail(const Sequence& sequence, const std::string& message);
   void retire(const Sequence& sequence, bool has_failed);
-  std::string_view finish_reason(const Sequence& sequence) const;  // empty: it goes on
+  std::string_view finish_reason(const Sequence& sequence) const;  // empty: not finished
   std::string stats(const std::string& executor) const;
 
   StepModel& model_;
@@ -69,13 +69,13 @@ class Engine {
   Scheduler scheduler_;
   Write write_;
   Log log_;
-  std::unordered_set<std::string> live_ids_;
+  std::unordered_set<std::string> active_ids_;
   bool is_paused_ = false;
-  bool is_over_ = false;  // every request has its error event
-  // Guards what `abandon` reads, and the output, except while the model computes.
+  bool is_over_ = false;  // every request has got its error event
+  // Guards the requests and the output. Not held while the model computes, so that `abandon` can take it.
   std::timed_mutex mutex_;
-  std::deque<InputLine> lines_;  // out of the inbox and not handled yet
-  std::string events_;  // of the current step or line, written together
+  std::deque<InputLine> lines_;  // taken from the inbox, not handled yet
+  std::string events_;  // of the current step or line, written in one call
 
   std::mutex stop_mutex_;
   std::string stop_message_;  // constant once the engine is stopping

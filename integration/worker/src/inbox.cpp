@@ -9,7 +9,7 @@ void Inbox::put(InputLine line) {
     const std::lock_guard lock(mutex_);
     lines_.push_back(std::move(line));
   }
-  has_news_.notify_one();
+  has_input_.notify_one();
 }
 
 void Inbox::close() {
@@ -17,12 +17,12 @@ void Inbox::close() {
     const std::lock_guard lock(mutex_);
     is_closed_ = true;
   }
-  has_news_.notify_one();
+  has_input_.notify_one();
 }
 
 void Inbox::wait() {
   std::unique_lock lock(mutex_);
-  has_news_.wait(lock, [this] { return !lines_.empty() || is_closed_; });
+  has_input_.wait(lock, [this] { return !lines_.empty() || is_closed_; });
 }
 
 std::deque<InputLine> Inbox::take_all() {

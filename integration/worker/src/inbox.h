@@ -1,4 +1,4 @@
-// Lines on their way from the thread that reads stdin to the engine.
+// A thread-safe queue of input lines, from the thread that reads stdin to the engine.
 #pragma once
 
 #include <condition_variable>
@@ -15,14 +15,14 @@ class Inbox {
   void close();  // no more lines will come
 
   void wait();  // until there is a line or the end
-  std::deque<InputLine> take_all();  // everything that has come
+  std::deque<InputLine> take_all();  // all queued lines
 
-  // Closed, and nothing is left to take.
+  // Closed and empty.
   bool is_at_end() const;
 
  private:
   mutable std::mutex mutex_;
-  std::condition_variable has_news_;
+  std::condition_variable has_input_;
   std::deque<InputLine> lines_;
   bool is_closed_ = false;
 };

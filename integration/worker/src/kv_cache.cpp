@@ -19,7 +19,7 @@ int64_t choose_num_blocks(const WorkerOptions& options, int64_t bytes_per_token,
     if (*options.num_blocks > max_blocks) {
       throw std::runtime_error("--num_blocks is " + std::to_string(*options.num_blocks) + "; the limit is " +
                                std::to_string(max_blocks) + " pages of " + std::to_string(options.block_size) +
-                               " tokens, since slots are 32-bit numbers");
+                               " tokens, since slot numbers are int32");
     }
     return *options.num_blocks;
   }

@@ -1,4 +1,4 @@
-// The size of the KV cache.
+// Computes the number of KV cache pages and the maximum model length from the options.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace xllm::worker {
 
-// Pages that the options ask for: num_blocks as given, else as many as kv_cache_memory holds, but no more than
-// max_seqs_per_batch sequences of max_model_len use. Throws std::runtime_error when the memory does not hold one page.
+// The number of pages: the option num_blocks, else the pages that fit into kv_cache_memory, at most as many as
+// max_seqs_per_batch sequences of max_model_len use. Throws std::runtime_error when the memory is less than one page.
 int64_t choose_num_blocks(const WorkerOptions& options, int64_t bytes_per_token, int64_t max_model_len);
 
-// The longest sequence: the option, else the model's. Throws std::runtime_error when the option exceeds the model's.
+// The option max_model_len, else the model's maximum. Throws std::runtime_error when the option exceeds that.
 int64_t choose_max_model_len(const WorkerOptions& options, int64_t max_position_embeddings);
 
 }  // namespace xllm::worker

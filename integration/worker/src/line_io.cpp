@@ -64,7 +64,7 @@ void LineReader::read_lines() {
 }
 
 ProtocolOutput::ProtocolOutput() {
-  std::signal(SIGPIPE, SIG_IGN);  // a reader that has gone is an error of write(), not the end of the process
+  std::signal(SIGPIPE, SIG_IGN);  // write() then fails with EPIPE instead of killing the process
   fd_ = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3);
   if (fd_ < 0) throw_errno("stdout");
   if (dup2(STDERR_FILENO, STDOUT_FILENO) < 0) throw_errno("stdout");
@@ -78,7 +78,7 @@ void ProtocolOutput::write(std::string_view text, std::optional<std::chrono::mil
     size_t size = text.size();
     if (limit) {
       wait_for_room(begin + *limit);
-      size = std::min<size_t>(size, PIPE_BUF);  // there is room for that much
+      size = std::min<size_t>(size, PIPE_BUF);  // poll() guarantees that much space in a pipe
     }
     const ssize_t num_written = ::write(fd_, text.data(), size);
     if (num_written < 0 && errno == EINTR) continue;
@@ -94,7 +94,7 @@ void ProtocolOutput::wait_for_room(std::chrono::steady_clock::time_point deadlin
     pollfd room{fd_, POLLOUT, 0};
     const int num_ready = poll(&room, 1, std::max(0, static_cast<int>(left.count())));
     if (num_ready > 0) return;
-    if (num_ready == 0) throw std::runtime_error("stdout: its reader takes nothing");
+    if (num_ready == 0) throw std::runtime_error("stdout: the reader does not read");
     if (errno != EINTR) throw_errno("stdout");
   }
 }

@@ -1,4 +1,4 @@
-// File descriptors in lines: a thread that reads stdin, and a stdout that nothing else can write to.
+// Line-based I/O: a reader thread for stdin, and a private stdout that libraries cannot write to.
 #pragma once
 
 #include <chrono>
@@ -10,8 +10,8 @@
 
 namespace xllm::worker {
 
-// Calls `on_line` for each line (numbered from 1, line feed removed, blank ones left out) in a thread of its own, then
-// `on_end`. The destructor stops the thread even when it waits for input.
+// Starts a thread that calls `on_line` for each line, then `on_end`. Lines are numbered from 1 and passed without line
+// feed; blank lines are skipped. The destructor stops the thread even while it waits for input.
 class LineReader {
  public:
   using OnLine = std::function<void(std::string_view line, int64_t number)>;
@@ -32,7 +32,7 @@ class LineReader {
   std::thread thread_;
 };
 
-// Takes stdout for itself: what a library prints to descriptor 1 from now on goes to stderr.
+// Owns stdout. Redirects descriptor 1 to stderr, so that the output of libraries cannot mix with events.
 class ProtocolOutput {
  public:
   ProtocolOutput();
@@ -40,7 +40,7 @@ class ProtocolOutput {
   ProtocolOutput(const ProtocolOutput&) = delete;
   ProtocolOutput& operator=(const ProtocolOutput&) = delete;
 
-  // Throws std::runtime_error when the reader has gone, or has not taken all of it within the limit.
+  // Throws std::runtime_error when the reader has closed the pipe, or has not read everything within the limit.
   void write(std::string_view text, std::optional<std::chrono::milliseconds> limit = std::nullopt);
 
  private:

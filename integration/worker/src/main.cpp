@@ -1,5 +1,5 @@
-// xllm_worker: serves one model over JSON Lines. Exit codes: 0 done, 1 could not start or go on, 2 wrong options,
-// 128 + number stopped by a signal.
+// xllm_worker: serves one model over JSON Lines. Exit codes: 0 success, 1 failure, 2 wrong options, 128 + number for a
+// signal.
 #include <unistd.h>
 
 #include <chrono>
@@ -24,15 +24,15 @@ namespace xllm::worker {
 namespace {
 
 int report(const std::string& message, int exit_code) {
-  std::cerr << "error: " + message + "\n" << std::flush;  // in one piece, between those of other ranks
+  std::cerr << "error: " + message + "\n" << std::flush;  // in one write: several ranks share stderr
   return exit_code;
 }
 
-// How long a step may take to end after a signal, before its requests are reported without it.
+// After a signal, the current step may take this long; then its requests are reported as failed.
 constexpr std::chrono::milliseconds kStopGrace{1500};
-constexpr std::chrono::milliseconds kLastEventsLimit{150};  // for the engine to give them, then for the client's room
+constexpr std::chrono::milliseconds kLastEventsLimit{150};  // to get them from the engine, and again to write them
 
-// Requests from stdin until its end or a signal, events to the output. The link: of the model's ranks, if it has several.
+// Serves requests from stdin until its end or a signal. `link` connects the ranks; null with one rank.
 void serve(const WorkerOptions& options, const ServerInfo& info, StepModel& model, ProtocolOutput& output,
            StopSignals& signals, RankLink* link = nullptr) {
   BlockManager blocks(info.num_blocks, info.block_size, options.enable_prefix_cache);
@@ -54,15 +54,15 @@ void serve(const WorkerOptions& options, const ServerInfo& info, StepModel& mode
       [&] { inbox.close(); });
   std::promise<void> ended;
   std::future<void> has_ended = ended.get_future();
-  // Whoever calls it ends the process then, whether or not a client hears of it.
-  const auto give_up = [&](const std::string& message) {
+  // The caller ends the process afterwards, even if the client has not read the events.
+  const auto report_and_abandon = [&](const std::string& message) {
     try {
       output.write(engine.abandon(message, inbox, kLastEventsLimit), kLastEventsLimit);
     } catch (const std::exception& error) {
       report(error.what(), 1);
     }
   };
-  struct HandlersEnd {  // before what they use is gone
+  struct HandlersEnd {  // the handlers use the objects above
     StopSignals& signals;
     RankLink* link;
     ~HandlersEnd() {
@@ -71,13 +71,13 @@ void serve(const WorkerOptions& options, const ServerInfo& info, StepModel& mode
     }
   };
   const HandlersEnd handlers_end{signals, link};
-  if (link != nullptr) link->set_on_stuck(give_up);
+  if (link != nullptr) link->set_on_stuck(report_and_abandon);
   signals.set_handler([&](int number) {
     const std::string message = "the worker was stopped by " + signal_name(number);
     engine.stop(message);
     inbox.close();
     if (has_ended.wait_for(kStopGrace) == std::future_status::ready) return;
-    give_up(message);
+    report_and_abandon(message);
     std::fflush(nullptr);
     _exit(128 + number);
   });
@@ -89,75 +89,76 @@ void serve(const WorkerOptions& options, const ServerInfo& info, StepModel& mode
 
 int exit_code_of(const StopSignals& signals) { return signals.received() == 0 ? 0 : 128 + signals.received(); }
 
-void serve_alone(const WorkerOptions& options, const RankPlace& place, StopSignals& signals) {
+void serve_single_rank(const WorkerOptions& options, const RankConfig& config, StopSignals& signals) {
   ProtocolOutput output;
   check_checkpoint(options.model);
   start_python(options);
-  const std::unique_ptr<LoadedModel> loaded = load_model(options, place);
+  const std::unique_ptr<LoadedModel> loaded = load_model(options, config);
   const ServerInfo info = make_server_info(options, *loaded);
   TorchStepModel model(
       StepExecutor(prepare_model(options, info, *loaded, std::nullopt), info.block_size, loaded->device()));
   serve(options, info, model, output, signals);
 }
 
-// One rank's life, once it has met the others.
-void serve_as_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutput& output, StopSignals& signals) {
-  const RankPlace& place = ranks.place();
+// Loads the model on this rank, joins the process group, and serves (rank 0) or follows (others).
+void serve_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutput& output, StopSignals& signals) {
+  const RankConfig& config = ranks.config();
   const std::chrono::seconds start_limit(options.tp_start_timeout);
   start_python(options);
-  const std::unique_ptr<LoadedModel> loaded = load_model(options, place);
+  const std::unique_ptr<LoadedModel> loaded = load_model(options, config);
   const ServerInfo info = make_server_info(options, *loaded);
-  agree(ranks, rank_info(options, info, *loaded), start_limit);
+  check_ranks_agree(ranks, rank_info(options, info, *loaded), start_limit);
 
   ParallelArgs parallel;
-  parallel.tp_rank(place.rank).tp_size(place.size).host(place.host).port(place.port);
+  parallel.tp_rank(config.rank).tp_size(config.size).host(config.host).port(config.port);
   executor::GroupOptions group_options;
   group_options.backend = options.tp_backend == "auto" ? "" : options.tp_backend;
   group_options.device = loaded->device().str();
-  group_options.store_prefix = place.store_prefix + "/group";
+  group_options.store_prefix = config.store_prefix + "/group";
   group_options.timeout_seconds = static_cast<double>(std::max(options.tp_start_timeout, options.tp_timeout));
   std::optional<executor::TensorParallelGroup> group =
-      for_user([&] { return executor::TensorParallelGroup::join(parallel, group_options); });
+      with_user_messages([&] { return executor::TensorParallelGroup::join(parallel, group_options); });
   StepExecutor executor(prepare_model(options, info, *loaded, group), info.block_size, loaded->device());
-  ranks.link().watch_collectives(native::count_collectives(group->name()));
-  const auto leave = [&] {
-    ranks.link().watch_collectives(nullptr);
+  ranks.link().set_collective_counter(native::count_collectives(group->name()));
+  const auto leave_group = [&] {
+    ranks.link().set_collective_counter(nullptr);
     group->leave();
   };
-  if (place.rank != 0) {
-    signals.set_handler([](int) {});  // Ctrl-C reaches all ranks of a terminal: rank 0 ends, and tells the others
-    return follow(ranks, std::move(executor), leave);
+  if (config.rank != 0) {
+    signals.set_handler([](int) {});  // Ctrl-C reaches all ranks of a terminal: rank 0 handles it and ends the others
+    return follow(ranks, std::move(executor), leave_group);
   }
-  LeaderModel model(std::move(executor), ranks, leave);
+  LeaderModel model(std::move(executor), ranks, leave_group);
   serve(options, info, model, output, signals, &ranks.link());
 }
 
-// What a rank says last when it cannot go on: what it knows of the others, rather than what came of that here.
-std::string last_words(RankGroup& ranks, const std::string& message) {
+// The error message of a rank that cannot continue. A failure of another rank comes first: the local error follows from
+// it.
+std::string failure_message(RankGroup& ranks, const std::string& message) {
   const auto failure = ranks.link().failure(std::chrono::milliseconds(1000));
-  const std::string self = "rank " + std::to_string(ranks.place().rank) + ": ";
+  const std::string self = "rank " + std::to_string(ranks.config().rank) + ": ";
   if (!failure) ranks.link().abort(self + message);
-  // All ranks find the same fault, in a checkpoint say: then it is no rank's.
+  // When all ranks fail in the same way, for example on a bad checkpoint, the message names no rank.
   return failure && !failure->ends_with(": " + message) ? *failure : message;
 }
 
-// Ends the process itself: other threads may be stuck in collectives with ranks that are gone, and need no wait.
-[[noreturn]] void run_rank(const WorkerOptions& options, const std::vector<std::string>& args, const RankPlace& place,
+// Runs one of several ranks and ends with _exit: other threads may be stuck in collectives with dead ranks.
+[[noreturn]] void run_rank(const WorkerOptions& options, const std::vector<std::string>& args, const RankConfig& config,
                            StopSignals& signals) {
   ProtocolOutput output;
-  RendezvousOptions meeting;
-  meeting.limit = std::chrono::seconds(options.tp_start_timeout);
-  meeting.silence = std::chrono::seconds(options.tp_timeout);
+  RendezvousOptions rendezvous;
+  rendezvous.start_timeout = std::chrono::seconds(options.tp_start_timeout);
+  rendezvous.timeout = std::chrono::seconds(options.tp_timeout);
   int exit_code = 0;
   std::unique_ptr<RankGroup> ranks;
   try {
     check_checkpoint(options.model);
-    ranks = std::make_unique<RankGroup>(place, args, meeting);
-    serve_as_rank(options, *ranks, output, signals);
+    ranks = std::make_unique<RankGroup>(config, args, rendezvous);
+    serve_rank(options, *ranks, output, signals);
     exit_code = exit_code_of(signals);
   } catch (const std::exception& error) {
-    const std::string message = ranks ? last_words(*ranks, error.what()) : error.what();
-    exit_code = report(place.rank == 0 ? message : "on rank " + std::to_string(place.rank) + ": " + message, 1);
+    const std::string message = ranks ? failure_message(*ranks, error.what()) : error.what();
+    exit_code = report(config.rank == 0 ? message : "on rank " + std::to_string(config.rank) + ": " + message, 1);
   }
   if (ranks) ranks->processes().wait(std::chrono::milliseconds(exit_code == 0 ? 0 : 1000));
   std::fflush(nullptr);
@@ -172,10 +173,10 @@ int run(const std::vector<std::string>& args) {
       return 0;
     }
     StopSignals signals;
-    const RankPlace place = resolve_place(options, process_environment);
-    if (place.size > 1) run_rank(options, args, place, signals);
-    serve_alone(options, place, signals);
-    if (signals.received() != 0) {  // who stopped it waits for its end: no teardown of libraries, which can be slow
+    const RankConfig config = resolve_rank_config(options, process_environment);
+    if (config.size > 1) run_rank(options, args, config, signals);
+    serve_single_rank(options, config, signals);
+    if (signals.received() != 0) {  // skips the teardown of libraries, which can be slow
       std::fflush(nullptr);
       _exit(exit_code_of(signals));
     }

@@ -43,30 +43,30 @@ std::vector<std::string> split_path(const std::string& text) {
   return folders;
 }
 
-// After Python has imported torch, which brings its CUDA part in where there is one. Without an index, each rank takes
-// the device of its number.
-at::Device resolve_device(const WorkerOptions& options, const RankPlace& place) {
+// Call after Python has imported torch, which loads torch's CUDA library. Without an index, each rank takes the device
+// of its local rank.
+at::Device resolve_device(const WorkerOptions& options, const RankConfig& config) {
   const DeviceChoice choice = parse_device(options);
   if (choice.kind == DeviceChoice::Kind::kCpu) return at::Device(at::kCPU);
   const int64_t num_devices = at::detail::getCUDAHooks().hasCUDA() ? at::detail::getCUDAHooks().getNumGPUs() : 0;
   const bool may_use_cpu = choice.kind == DeviceChoice::Kind::kAuto && !choice.index_is_given;
   if (num_devices == 0 && may_use_cpu) return at::Device(at::kCPU);
-  const int64_t index = choice.index_is_given ? choice.index : place.local_rank;
+  const int64_t index = choice.index_is_given ? choice.index : config.local_rank;
   if (index >= num_devices) {
-    throw std::runtime_error("device cuda:" + std::to_string(index) + " is not there: torch sees " +
+    throw std::runtime_error("device cuda:" + std::to_string(index) + " does not exist: torch finds " +
                              std::to_string(num_devices) + " CUDA devices");
   }
-  if (choice.index_is_given && place.size > 1 && options.tp_backend != "gloo") {
-    throw std::runtime_error("--device names one device for all " + std::to_string(place.size) +
+  if (choice.index_is_given && config.size > 1 && options.tp_backend != "gloo") {
+    throw std::runtime_error("--device names one device for all " + std::to_string(config.size) +
                              " ranks, which nccl refuses: use --device=cuda, or --tp_backend=gloo");
   }
   return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index));
 }
 
-// The ranks of one machine share its cores, unless the user has divided them.
-void share_threads(const RankPlace& place) {
-  if (place.size > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) {
-    at::set_num_threads(static_cast<int>(std::max<int64_t>(1, at::get_num_threads() / place.size)));
+// Divides the cores among the ranks of this machine, unless OMP_NUM_THREADS is set.
+void share_threads(const RankConfig& config) {
+  if (config.size > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) {
+    at::set_num_threads(static_cast<int>(std::max<int64_t>(1, at::get_num_threads() / config.size)));
   }
 }
 
@@ -97,10 +97,9 @@ std::vector<std::vector<at::Tensor>> make_kv_caches(const LoadedModel& model, co
   return caches;
 }
 
-// Whether the message of a Python exception tells a user what to change. Anything else is a fault, whose type and
-// traceback help more.
-bool speaks_to_user(const std::string& type) {
-  if (type.starts_with("xllm_")) return true;  // the packages' own
+// Whether a Python exception of this type explains a user error. Other types are bugs, reported with their traceback.
+bool is_user_error(const std::string& type) {
+  if (type.starts_with("xllm_")) return true;  // exceptions of our own packages
   for (const char* name : {"ValueError", "RuntimeError", "FileNotFoundError", "NotADirectoryError", "PermissionError"}) {
     if (type == name) return true;
   }
@@ -126,25 +125,25 @@ void check_checkpoint(const std::string& path) {
 }
 
 void start_python(const WorkerOptions& options) {
-  for_user([&] {
+  with_user_messages([&] {
     executor::PythonRuntime::start({options.python_executable, split_path(options.python_model_path)});
   });
 }
 
-std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const RankPlace& place) {
-  return for_user([&] {
-    share_threads(place);
+std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const RankConfig& config) {
+  return with_user_messages([&] {
+    share_threads(config);
     executor::LoadOptions load;
     load.model_path = options.model;
-    const at::Device device = resolve_device(options, place);
-    // For good, on the thread that serves: nothing may come to lie on another device than the model's.
+    const at::Device device = resolve_device(options, config);
+    // Sets the current device of the serving thread for the whole run, so that no allocation goes to another device.
     if (device.has_index()) c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
     load.device = device.str();
     load.dtype = options.dtype == "auto" ? "" : options.dtype;
     load.max_model_len = options.max_model_len.value_or(0);
-    load.progress = isatty(STDERR_FILENO) == 1 && place.rank == 0;
+    load.progress = isatty(STDERR_FILENO) == 1 && config.rank == 0;
     ParallelArgs parallel;
-    parallel.tp_rank(place.rank).tp_size(place.size).host(place.host).port(place.port);
+    parallel.tp_rank(config.rank).tp_size(config.size).host(config.host).port(config.port);
     return options.model_impl == "native" ? load_native_model(load, parallel) : load_python_model(load, parallel);
   });
 }
@@ -170,7 +169,7 @@ std::unique_ptr<TensorModel> prepare_model(const WorkerOptions& options,
                                            const ServerInfo& info,
                                            LoadedModel& model,
                                            const std::optional<executor::TensorParallelGroup>& group) {
-  return for_user([&] { return model.prepare(options, info, make_kv_caches(model, info), group); });
+  return with_user_messages([&] { return model.prepare(options, info, make_kv_caches(model, info), group); });
 }
 
 nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, const LoadedModel& model) {
@@ -192,14 +191,14 @@ nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, c
   for_each_property(model.args(), [&](std::string_view name, const auto& value) {
     result["config " + std::string(name)] = to_json(value);
   });
-  for (const auto& [name, digest] : for_user([&] { return executor::checkpoint_digests(options.model); })) {
+  for (const auto& [name, digest] : with_user_messages([&] { return executor::checkpoint_digests(options.model); })) {
     result["weights " + name] = digest;
   }
   return result;
 }
 
-void explain(const executor::PythonError& error) {
-  if (speaks_to_user(error.type())) throw std::runtime_error(error.message());
+void report_python_error(const executor::PythonError& error) {
+  if (is_user_error(error.type())) throw std::runtime_error(error.message());
   std::fprintf(stderr, "%s\n", error.traceback().c_str());
 }
 

@@ -1,5 +1,5 @@
-// A model from its checkpoint to its first step, whatever language it is written in: what both implementations share,
-// and what each has to offer. The interpreter, which loads for both, is started here.
+// Loads a model and prepares it for its first step: the interface of the Python and the native implementation, and the
+// code that they share. Starts the Python interpreter, which loads the weights for both.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 
 #include "options.h"
 #include "protocol.h"
-#include "ranks/place.h"
+#include "ranks/rank_config.h"
 #include "torch_step_model.h"
 #include "xllm/executor/causal_lm.h"
 #include "xllm/executor/python_error.h"
@@ -29,10 +29,10 @@ class LoadedModel {
   virtual const ModelArgs& args() const = 0;
   virtual at::ScalarType dtype() const = 0;
   virtual at::Device device() const = 0;
-  virtual std::vector<executor::CacheShape> cache_shapes() const = 0;  // one a layer
+  virtual std::vector<executor::CacheShape> cache_shapes() const = 0;  // one per layer
 
-  // Makes it ready for its first step, warm-up included. Once. `group`: of its ranks, which all call this; absent when
-  // it has one rank. caches: [layer] -> {k, v}.
+  // Prepares the first step, warm-up included. Call once. caches: [layer] -> {k, v}. All ranks of `group` call this;
+  // nullopt with one rank.
   virtual std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
                                                const ServerInfo& info,
                                                std::vector<std::vector<at::Tensor>> caches,
@@ -43,34 +43,34 @@ class LoadedModel {
 void check_checkpoint(const std::string& path);
 void start_python(const WorkerOptions& options);
 
-// After start_python. Throws std::exception with a message for the user: no such device, architecture, ...
-std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const RankPlace& place);
+// Call after start_python. Throws std::exception with a message for the user, for example an unknown device.
+std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const RankConfig& config);
 ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& model);
 std::unique_ptr<TensorModel> prepare_model(const WorkerOptions& options,
                                            const ServerInfo& info,
                                            LoadedModel& model,
                                            const std::optional<executor::TensorParallelGroup>& group);
 
-// What the ranks of a model must have in common.
+// The values that must be equal on all ranks: options, model configuration, contract fields and weight digests.
 nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, const LoadedModel& model);
 
-// The two implementations.
+// The Python implementation and the native one.
 std::unique_ptr<LoadedModel> load_python_model(const executor::LoadOptions& options, const ParallelArgs& parallel);
 std::unique_ptr<LoadedModel> load_native_model(const executor::LoadOptions& options, const ParallelArgs& parallel);
 
-// Runs the callable; a Python exception becomes a std::runtime_error with its message where that tells a user what to
-// change, and stays what it is, its traceback on stderr, where it does not.
+// Runs the callable. A Python exception that explains a user error becomes a std::runtime_error with its message alone.
+// Any other one is a bug: its traceback goes to stderr, and it is rethrown.
 template <class Callable>
-auto for_user(Callable&& callable);
+auto with_user_messages(Callable&& callable);
 
-void explain(const executor::PythonError& error);
+void report_python_error(const executor::PythonError& error);
 
 template <class Callable>
-auto for_user(Callable&& callable) {
+auto with_user_messages(Callable&& callable) {
   try {
     return callable();
   } catch (const executor::PythonError& error) {
-    explain(error);
+    report_python_error(error);
     throw;
   }
 }

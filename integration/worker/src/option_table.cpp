@@ -25,90 +25,90 @@ std::vector<Option> make_table() {
        .choices = {"python", "native"}},
       {.name = "python_executable",
        .member = &O::python_executable,
-       .help = "The Python whose environment the embedded interpreter uses. Empty: the one of the build."},
+       .help = "The Python whose environment the embedded interpreter uses. Empty: the Python of the build."},
       {.name = "python_model_path",
        .member = &O::python_model_path,
-       .help = "Folders put in front of Python's sys.path, separated by colons."},
+       .help = "Folders to prepend to Python's sys.path, separated by colons."},
       {.name = "python_graph_backend",
        .member = &O::python_graph_backend,
-       .help = "Graph execution of the Python model: off, or a name that its executor knows."},
+       .help = "Graph runtime of the Python model: off, or the name of a registered runtime."},
       {.name = "enable_graph",
        .member = &O::enable_graph,
-       .help = "A native model pads its steps to the sizes of graphs, as the Python model's graphs do."},
-      {.name = "device", .member = &O::device, .help = "auto, cpu, cuda or cuda:N. auto: CUDA where there is one."},
+       .help = "Pads the native model's steps to the bucket sizes of the Python model's graphs."},
+      {.name = "device", .member = &O::device, .help = "auto, cpu, cuda or cuda:N. auto: CUDA if available, else cpu."},
       {.name = "device_id",
        .member = &O::device_id,
-       .help = "Number of the CUDA device.",
+       .help = "Index of the CUDA device.",
        .unset = "0",
        .max = 127},
       {.name = "dtype",
        .member = &O::dtype,
-       .help = "Type of weights and KV cache. auto: the checkpoint's own.",
+       .help = "Dtype of weights and KV cache. auto: the checkpoint's dtype.",
        .choices = {"auto", "float32", "bfloat16", "float16"}},
       {.name = "max_seqs_per_batch",
        .member = &O::max_seqs_per_batch,
-       .help = "Most sequences that run at once.",
+       .help = "Maximum number of running sequences.",
        .min = 1,
        .max = 4096},
       {.name = "max_tokens_per_batch",
        .member = &O::max_tokens_per_batch,
-       .help = "Most tokens of one step; longer prompts are computed in chunks.",
+       .help = "Maximum number of tokens per step; longer prompts are computed in chunks.",
        .min = 1,
        .max = kMaxCount},
-      {.name = "block_size", .member = &O::block_size, .help = "Tokens in a KV page.", .min = 1, .max = 1024},
+      {.name = "block_size", .member = &O::block_size, .help = "Tokens per KV page.", .min = 1, .max = 1024},
       {.name = "enable_prefix_cache",
        .member = &O::enable_prefix_cache,
-       .help = "Full KV pages stay for later prompts that begin with the same tokens, until their memory is wanted."},
+       .help = "Reuses the KV pages of earlier requests that begin with the same tokens; evicts the least recently used."},
       {.name = "num_blocks",
        .member = &O::num_blocks,
-       .help = "Pages of the KV cache.",
+       .help = "Number of KV cache pages.",
        .unset = "from kv_cache_memory",
        .min = 1,
        .max = kMaxCount},
       {.name = "kv_cache_memory",
        .member = &O::kv_cache_memory,
-       .help = "Memory of the KV cache; no more is taken than max_seqs_per_batch sequences of max_model_len need.",
+       .help = "Memory of the KV cache, at most what max_seqs_per_batch sequences of max_model_len need.",
        .unset = "1GiB",
        .min = 1},
       {.name = "max_model_len",
        .member = &O::max_model_len,
-       .help = "Longest sequence, prompt and answer together. Models with longrope take their factors by it.",
+       .help = "Maximum sequence length, prompt and answer together. It selects the rotary factors of longrope models.",
        .unset = "the model's max_position_embeddings",
        .min = 2,
        .max = kMaxCount},
       {.name = "tp_size",
        .member = &O::tp_size,
-       .help = "Ranks that share the model, a process each. Without --tp_rank, this is rank 0 and starts the others.",
+       .help = "Number of tensor-parallel ranks, one process each. Without --tp_rank, this is rank 0 and starts the others.",
        .unset = "1, or torchrun's WORLD_SIZE",
        .min = 1,
        .max = 1024},
       {.name = "tp_rank",
        .member = &O::tp_rank,
-       .help = "This process's rank, when each is started by hand; rank 0 serves the requests.",
+       .help = "Rank of this process, when every rank is started by hand. Rank 0 serves the requests.",
        .unset = "0, or torchrun's RANK",
        .max = 1023},
       {.name = "tp_host",
        .member = &O::tp_host,
-       .help = "Where rank 0 is, and the ranks meet.",
+       .help = "Host of rank 0's store, where the ranks rendezvous.",
        .unset = "127.0.0.1, or torchrun's MASTER_ADDR"},
       {.name = "tp_port",
        .member = &O::tp_port,
-       .help = "The port where the ranks meet.",
+       .help = "Port of rank 0's store, where the ranks rendezvous.",
        .unset = "a free one, or torchrun's MASTER_PORT",
        .min = 1,
        .max = 65535},
       {.name = "tp_backend",
        .member = &O::tp_backend,
-       .help = "Transport of the collectives. auto: nccl for CUDA devices, gloo for others.",
+       .help = "Backend of the collectives. auto: nccl on CUDA devices, gloo on others.",
        .choices = {"auto", "gloo", "nccl"}},
       {.name = "tp_start_timeout",
        .member = &O::tp_start_timeout,
-       .help = "Seconds until every rank must have come, and have loaded.",
+       .help = "Time limit in seconds for all ranks to connect, and again for all to load the model.",
        .min = 1,
        .max = 86400},
       {.name = "tp_timeout",
        .member = &O::tp_timeout,
-       .help = "Seconds without a sign of life from a rank, or of one step, until all ranks end.",
+       .help = "Time limit in seconds for one step, and for the next heartbeat of a rank; after it, all ranks end.",
        .min = 1,
        .max = 86400},
       {.name = "config",
@@ -135,7 +135,7 @@ std::optional<int64_t> parse_int(std::string_view text) {
   return value;
 }
 
-// "4096", "512MiB", "1.5" is not one: an integer with an optional binary unit.
+// An integer with an optional binary unit: "4096", "512MiB".
 std::optional<int64_t> parse_bytes(std::string_view text) {
   int64_t unit = 1;
   constexpr std::pair<std::string_view, int> kUnits[] = {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}};
@@ -151,12 +151,12 @@ std::optional<int64_t> parse_bytes(std::string_view text) {
   return *number * unit;
 }
 
-// Where a value came from and how it was spelled, for messages.
+// The source and spelling of a value, for error messages.
 struct Spelling {
-  std::string place;  // "--block_size=abc" or "options.json: block_size is \"abc\""
+  std::string source;  // "--block_size=abc" or "options.json: block_size is \"abc\""
 
   [[noreturn]] void refuse(const Option& option) const {
-    throw OptionError(place + ": expected " + option.expected());
+    throw OptionError(source + ": expected " + option.expected());
   }
 };
 
@@ -291,8 +291,8 @@ void read_config_file(const std::string& path, const std::set<std::string>& give
   for (const auto& [key, value] : object.items()) {
     const Option* option = find_option(key);
     if (option == nullptr) throw OptionError(path + ": unknown option " + dump_json(key));
-    if (option->only_on_command_line) throw OptionError(path + ": " + key + " belongs on the command line");
-    // A value that the command line overrides must still be a legal one.
+    if (option->only_on_command_line) throw OptionError(path + ": " + key + " is allowed on the command line only");
+    // A value that the command line overrides is still checked.
     WorkerOptions unused;
     set_from_json(*option, given.contains(key) ? unused : options, value, path);
   }

@@ -1,4 +1,4 @@
-// The table behind options.h: each option's name, type, limits and meaning, and how text and JSON become its value.
+// The option table: name, type, limits and help text of each option. Parses option values from text and JSON.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct Option {
   std::string_view name;
   Member member;
   std::string_view help;
-  std::string_view unset = "";  // what happens when a value without a default is not given
+  std::string_view unset = "";  // --help's text for the default, when the member has none
   int64_t min = 0;
   int64_t max = std::numeric_limits<int64_t>::max();
   std::vector<std::string_view> choices = {};

@@ -22,11 +22,11 @@ void check_together(const WorkerOptions& options) {
   }
   const bool is_native = options.model_impl == "native";
   if (options.enable_graph && !is_native) {
-    contradict("--enable_graph=true is for a native model; with --model_impl=python use --python_graph_backend");
+    contradict("--enable_graph=true needs --model_impl=native; with --model_impl=python use --python_graph_backend");
   }
   if (options.python_graph_backend != "off" && is_native) {
     contradict("--python_graph_backend=" + options.python_graph_backend +
-               " is for a Python model; with --model_impl=native use --enable_graph");
+               " needs --model_impl=python; with --model_impl=native use --enable_graph");
   }
   parse_device(options);
 }
@@ -37,7 +37,7 @@ std::set<std::string> read_command_line(const std::vector<std::string>& args, Wo
   for (size_t i = 0; i < args.size(); ++i) {
     const std::string& arg = args[i];
     if (!arg.starts_with("--")) {
-      throw OptionError("unexpected argument '" + arg + "'; values follow their flag, as in --block_size=16");
+      throw OptionError("unexpected argument '" + arg + "'; a value follows its flag, as in --block_size=16");
     }
     const size_t equals = arg.find('=');
     const std::string name = arg.substr(2, equals == std::string::npos ? equals : equals - 2);
@@ -88,7 +88,7 @@ DeviceChoice parse_device(const WorkerOptions& options) {
   const std::string& device = options.device;
   if (device == "cpu") {
     choice.kind = DeviceChoice::Kind::kCpu;
-    if (options.device_id) contradict("--device_id numbers CUDA devices; it contradicts --device=cpu");
+    if (options.device_id) contradict("--device_id is the index of a CUDA device; it contradicts --device=cpu");
     return choice;
   }
   if (device.starts_with("cuda")) {

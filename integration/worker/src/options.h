@@ -1,5 +1,4 @@
-// The worker's options: one strict table serves the command line, the JSON file and --help.
-// Command line > JSON file > default.
+// Parses the worker's options from the command line and a JSON file. Command line > JSON file > default.
 #pragma once
 
 #include <cstdint>
@@ -48,17 +47,17 @@ class OptionError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// args: the command line without the program's name. Throws OptionError. With --help, nothing else is checked.
+// args: the command line without the program's name. Throws OptionError. Checks nothing else when --help is given.
 WorkerOptions parse_options(const std::vector<std::string>& args);
 
 std::string help_text();
 
-// What --device and --device_id ask for together.
+// The combined meaning of --device and --device_id.
 struct DeviceChoice {
   enum class Kind { kAuto, kCpu, kCuda };
   Kind kind = Kind::kAuto;
   int64_t index = 0;            // of the CUDA device
-  bool index_is_given = false;  // then `auto` means CUDA
+  bool index_is_given = false;  // `auto` with an index means CUDA
 };
 
 DeviceChoice parse_device(const WorkerOptions& options);

@@ -9,7 +9,7 @@ namespace xllm::worker {
 namespace {
 
 [[noreturn]] void misused(int32_t block, const char* how) {
-  throw std::logic_error("cached page " + std::to_string(block) + " " + how);
+  throw std::logic_error("page " + std::to_string(block) + " " + how);
 }
 
 }  // namespace
@@ -18,14 +18,14 @@ uint64_t hash_page(uint64_t parent_hash, std::span<const int32_t> tokens) {
   uint64_t hash = parent_hash;
   for (const int32_t token : tokens) {
     hash = (hash ^ static_cast<uint32_t>(token)) * 0x9E3779B97F4A7C15u;
-    hash ^= hash >> 29;  // or high bits would never reach low ones, which choose the bucket
+    hash ^= hash >> 29;  // mixes high bits into the low bits, which select the bucket
   }
   return hash;
 }
 
 uint64_t PrefixCache::hash_of(int32_t parent, std::span<const int32_t> tokens) const {
   constexpr uint64_t kRoot = 0x243F6A8885A308D3u;
-  return hash_(parent == kNoPage ? kRoot : at(parent).hash, tokens);
+  return hash_(parent == kNoParent ? kRoot : at(parent).hash, tokens);
 }
 
 std::optional<int32_t> PrefixCache::find(int32_t parent, std::span<const int32_t> tokens) const {
@@ -39,12 +39,12 @@ std::optional<int32_t> PrefixCache::find(int32_t parent, std::span<const int32_t
 
 void PrefixCache::insert(int32_t parent, std::span<const int32_t> tokens, int32_t block) {
   Page& page = at(block);
-  if (page.is_held) misused(block, "is put in twice");
-  if (parent != kNoPage) {
-    if (!at(parent).is_held) misused(parent, "is named as a parent and is not there");
+  if (page.is_cached) misused(block, "is inserted twice");
+  if (parent != kNoParent) {
+    if (!at(parent).is_cached) misused(parent, "is passed as a parent but is not cached");
     ++at(parent).num_children;
   }
-  page = {.is_held = true,
+  page = {.is_cached = true,
           .parent = parent,
           .num_children = 0,
           .hash = hash_of(parent, tokens),
@@ -55,21 +55,21 @@ void PrefixCache::insert(int32_t parent, std::span<const int32_t> tokens, int32_
 
 void PrefixCache::erase(int32_t block) {
   Page& page = at(block);
-  if (!page.is_held || page.num_children > 0) misused(block, "cannot be taken out: it has children, or is not there");
+  if (!page.is_cached || page.num_children > 0) misused(block, "cannot be erased: it has children or is not cached");
   if (page.idle) idle_.erase(*page.idle);
   const auto [begin, end] = by_hash_.equal_range(page.hash);
   by_hash_.erase(std::find_if(begin, end, [&](const auto& entry) { return entry.second == block; }));
-  if (page.parent != kNoPage) --at(page.parent).num_children;
+  if (page.parent != kNoParent) --at(page.parent).num_children;
   page = {};
 }
 
 void PrefixCache::set_idle(int32_t block) {
-  if (!at(block).is_held || at(block).idle) misused(block, "cannot become idle: it is idle, or not there");
+  if (!at(block).is_cached || at(block).idle) misused(block, "cannot become idle: it is idle already or not cached");
   at(block).idle = idle_.insert(idle_.end(), block);
 }
 
 void PrefixCache::set_used(int32_t block) {
-  if (!at(block).idle) misused(block, "is taken as an idle one and is not idle");
+  if (!at(block).idle) misused(block, "cannot become used: it is not idle");
   idle_.erase(*at(block).idle);
   at(block).idle.reset();
 }

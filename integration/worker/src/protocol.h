@@ -1,4 +1,4 @@
-// JSON Lines in and out: one request or command a line on stdin, one event a line on stdout.
+// The JSON Lines protocol: parses requests and commands from stdin lines, and formats events for stdout.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +14,21 @@
 
 namespace xllm::worker {
 
-// What a request must fit into.
+// The limits that a request is checked against.
 struct RequestLimits {
   int64_t vocab_size;
   int64_t max_model_len;   // prompt and answer together
-  int64_t kv_cache_slots;  // tokens that the whole KV cache holds
+  int64_t kv_cache_slots;  // capacity of the whole KV cache in tokens
 };
 
 struct StatsCommand {};
 
-// No step runs while paused; what comes meanwhile enters one batch, whatever the timing.
+// No step runs while paused. All requests that arrive in the meantime enter one batch, which makes tests deterministic.
 struct PauseCommand {
   bool pause;  // false: resume
 };
 
-// A line that is no valid request; the id is known when the line has one.
+// An invalid line. The id is set if the line has one.
 struct InvalidLine {
   std::optional<std::string> id;
   std::string message;  // names the field, the value and the limit
@@ -41,7 +41,7 @@ struct InputLine {
 
 InputLine parse_input_line(std::string_view text, int64_t number, const RequestLimits& limits);
 
-// What a client may want to know before its first request.
+// Model and cache properties, sent to the client in the ready event.
 struct ServerInfo {
   std::string model_type;
   std::string dtype;

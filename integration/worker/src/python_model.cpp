@@ -1,4 +1,4 @@
-// The model that runs in embedded Python: one execute call a step.
+// Adapts the Python model to LoadedModel: one execute call into embedded Python per step.
 #include <cstdio>
 #include <utility>
 

@@ -12,9 +12,9 @@ namespace xllm::worker {
 
 std::vector<int32_t> sample_greedy(const at::Tensor& logits) {
   if (logits.size(0) == 0) return {};
-  // max() propagates NaN and gives the first of equal values.
+  // at::max propagates NaN and returns the first index of equal values.
   const auto [values, indices] = at::max(logits, /*dim=*/-1);
-  // The number goes into the kernel: as an operand of where() it would be copied to the device, which waits.
+  // masked_fill passes the scalar to the kernel. at::where would copy it to the device, which synchronizes.
   const at::Tensor tokens = indices.masked_fill(values.isnan(), StepModel::kNotANumber).to(at::kInt).cpu();
   const int32_t* data = tokens.const_data_ptr<int32_t>();
   return {data, data + tokens.numel()};

@@ -1,4 +1,4 @@
-// Chooses the next tokens.
+// Samples the next tokens from logits, and summarizes logits for tests.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,11 +10,11 @@
 
 namespace xllm::worker {
 
-// The most likely token of each row of logits [n, vocabulary]; ties go to the lowest id, and a row with NaN gives
-// StepModel::kNotANumber. Waits for the device: the answer is needed on the host to build the next step.
+// Greedy sampling: the argmax of each row of logits [n, vocabulary]. Ties go to the lowest id; a row with NaN gives
+// StepModel::kNotANumber. Synchronizes with the device: the host needs the tokens to build the next step.
 std::vector<int32_t> sample_greedy(const at::Tensor& logits);
 
-// What a row [vocabulary] of logits is; copies it to the host.
+// Digest and largest values of a row [vocabulary] of logits. Copies the row to the host.
 LogitsSummary summarize(const at::Tensor& row);
 
 }  // namespace xllm::worker

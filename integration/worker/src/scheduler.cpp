@@ -8,8 +8,8 @@ namespace xllm::worker {
 
 namespace {
 
-// A prompt whose last chunk has one token counts as a prompt only while nothing of it is cached: the step is the same.
-bool decodes(const Sequence& sequence) { return sequence.num_cached > 0 && sequence.num_pending() == 1; }
+// A prompt's last chunk of one token counts as decode too: the step is the same.
+bool is_decode(const Sequence& sequence) { return sequence.num_cached > 0 && sequence.num_pending() == 1; }
 
 }  // namespace
 
@@ -21,24 +21,24 @@ std::vector<ScheduledSequence> Scheduler::schedule() {
 }
 
 void Scheduler::schedule_decodes(std::vector<ScheduledSequence>& step) {
-  // By index: preemption takes sequences off the end.
+  // By index: preemption removes sequences from the end.
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence& sequence = *running_[i];
-    if (decodes(sequence) && make_room_to_decode(sequence)) step.push_back({&sequence, 1});
+    if (is_decode(sequence) && make_room_to_decode(sequence)) step.push_back({&sequence, 1});
   }
 }
 
 void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t budget) {
   for (const auto& sequence : running_) {
-    if (decodes(*sequence) || budget == 0) continue;
+    if (is_decode(*sequence) || budget == 0) continue;
     const int64_t num_new = std::min(budget, sequence->num_pending());
     step.push_back({sequence.get(), num_new});
     budget -= num_new;
   }
   while (budget > 0 && !waiting_.empty() && num_running() < limits_.max_seqs) {
     Sequence& next = *waiting_.front();
-    // All of its pages at once: a prompt that stops half way for want of pages would hold what others need.
-    const auto num_cached = blocks_.begin(next.blocks, next.tokens);
+    // Allocates all pages at once: a prompt that runs out of pages half way would block the pages that others need.
+    const auto num_cached = blocks_.allocate(next.blocks, next.tokens);
     if (!num_cached) return;
     next.num_cached = *num_cached;
     running_.push_back(std::move(waiting_.front()));
@@ -61,8 +61,8 @@ bool Scheduler::make_room_to_decode(Sequence& sequence) {
 void Scheduler::preempt_youngest() {
   std::unique_ptr<Sequence> sequence = std::move(running_.back());
   running_.pop_back();
-  blocks_.release(sequence->blocks);
-  // Its tokens stay; those whose pages are gone when it begins again are computed as if they were all prompt.
+  blocks_.free(sequence->blocks);
+  // Keeps the generated tokens. After the restart, all tokens that are not cached are computed like a prompt.
   sequence->num_cached = 0;
   waiting_.push_front(std::move(sequence));
   ++num_preemptions_;
@@ -75,11 +75,11 @@ std::vector<const Sequence*> Scheduler::all() const {
   return sequences;
 }
 
-void Scheduler::computed(const ScheduledSequence& part) {
+void Scheduler::update_computed(const ScheduledSequence& part) {
   Sequence& sequence = *part.sequence;
   const int64_t num_before = std::exchange(sequence.num_cached, sequence.num_cached + part.num_new);
   const std::span<const int32_t> tokens = sequence.tokens;
-  blocks_.written(sequence.blocks, tokens.first(static_cast<size_t>(sequence.num_cached)), num_before);
+  blocks_.cache_full_blocks(sequence.blocks, tokens.first(static_cast<size_t>(sequence.num_cached)), num_before);
 }
 
 void Scheduler::remove(const Sequence& sequence, bool has_failed) {
@@ -88,7 +88,7 @@ void Scheduler::remove(const Sequence& sequence, bool has_failed) {
   if (has_failed) {
     blocks_.discard((*found)->blocks);
   } else {
-    blocks_.release((*found)->blocks);
+    blocks_.free((*found)->blocks);
   }
   running_.erase(found);
 }

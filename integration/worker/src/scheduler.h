@@ -1,4 +1,4 @@
-// Decides what each step computes: continuous batching with chunked prefill, first come, first served.
+// Schedules sequences into steps: continuous batching with chunked prefill, first come, first served.
 #pragma once
 
 #include <cstdint>
@@ -22,19 +22,19 @@ class Scheduler {
 
   void add(std::unique_ptr<Sequence> sequence) { waiting_.push_back(std::move(sequence)); }
 
-  // The next step: first one token for each sequence that decodes, then prompts in order of arrival while tokens, sequences
-  // and pages last. Every sequence in it has pages for its new tokens. Not empty while there is work, provided that each
-  // sequence alone fits into the cache.
+  // Returns the next step: one token for each decoding sequence, then prompts in order of arrival up to the limits of
+  // tokens, sequences and pages. Allocates the pages for all new tokens. Not empty while has_work(), if each
+  // sequence without the others fits into the cache.
   std::vector<ScheduledSequence> schedule();
 
-  // The step has computed its part of the sequence, whose full pages others may use from now on: their steps come later
-  // on the same stream, on every rank.
-  void computed(const ScheduledSequence& part);
+  // Call after the step. Puts the new full pages into the prefix cache: later steps run on the same stream, so other
+  // sequences can read them.
+  void update_computed(const ScheduledSequence& part);
 
-  // Takes a running sequence out and frees its pages. Those of one that failed can be bad, and are not kept for others.
+  // Removes a running sequence and frees its pages. The prefix cache drops the pages of a failed sequence.
   void remove(const Sequence& sequence, bool has_failed);
 
-  // Running and waiting ones, in order of arrival.
+  // All running and waiting sequences, in order of arrival.
   std::vector<const Sequence*> all() const;
 
   bool has_work() const { return !running_.empty() || !waiting_.empty(); }
@@ -43,7 +43,8 @@ class Scheduler {
   int64_t num_preemptions() const { return num_preemptions_; }
 
  private:
-  // Frees pages until `sequence` can hold one more token, taking them from the youngest. False when the youngest is itself.
+  // Allocates a page for one more token if needed, and preempts the youngest sequences until one is free. Returns false
+  // when `sequence` itself was preempted.
   bool make_room_to_decode(Sequence& sequence);
   void preempt_youngest();
   void schedule_decodes(std::vector<ScheduledSequence>& step);
@@ -51,7 +52,7 @@ class Scheduler {
 
   SchedulerLimits limits_;
   BlockManager& blocks_;
-  // Both in order of arrival, and everything in running_ came before everything in waiting_.
+  // Both in order of arrival. All of running_ arrived before all of waiting_.
   std::vector<std::unique_ptr<Sequence>> running_;
   std::deque<std::unique_ptr<Sequence>> waiting_;
   int64_t num_preemptions_ = 0;

@@ -1,4 +1,4 @@
-// A request on its way through the worker.
+// Holds a request and the state of its sequence.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Sequence {
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
   int64_t num_generated() const { return num_tokens() - num_prompt_tokens; }
-  // Tokens whose keys and values are not in the cache yet: one for a sequence that decodes, more for a prompt.
+  // Tokens whose keys and values are not in the cache yet. 1 while decoding.
   int64_t num_pending() const { return num_tokens() - num_cached; }
 
   Request request;
@@ -40,7 +40,7 @@ struct ScheduledSequence {
   Sequence* sequence;
   int64_t num_new;
 
-  // The step reaches the sequence's end, so its last row's logits give the next token.
+  // The step computes the sequence's last token, whose logits give the next one.
   bool needs_token() const { return num_new == sequence->num_pending(); }
 };
 

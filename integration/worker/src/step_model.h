@@ -1,4 +1,4 @@
-// What the engine needs of a model: one step in, one token out for each sequence that wants one.
+// StepModel, the engine's interface to a model: computes a step and samples the next tokens.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +13,16 @@
 
 namespace xllm::worker {
 
-// The model can serve no further step: its ranks have lost each other. The message names the rank that is to blame.
+// The ranks cannot continue: one of them has died, hangs or failed. The message names it.
 class RankFailure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// What one row of logits was, for a request that asked.
+// Summary of a row of logits, for requests with show_logits.
 struct LogitsSummary {
-  std::string digest;                           // of the row's bytes: equal digests, equal logits
-  std::vector<std::pair<int32_t, float>> top;  // the largest, in order; equal ones by token id
+  std::string digest;                           // hash of the row's bytes, for byte-exact comparison
+  std::vector<std::pair<int32_t, float>> top;  // the largest logits, in descending order; ties by token id
 };
 
 struct NextToken {
@@ -32,19 +32,19 @@ struct NextToken {
 
 class StepModel {
  public:
-  // In place of a token where the logits hold NaN.
+  // The token id for a row of logits with NaN.
   static constexpr int32_t kNotANumber = -1;
 
   virtual ~StepModel() = default;
 
   // Computes the step and returns the next token of each entry with needs_token(), in order. Throws std::exception when
-  // the step failed; the model must be usable for the next one, unless it is a RankFailure.
+  // the step failed. The next step must work, except after a RankFailure.
   virtual std::vector<NextToken> step(std::span<const ScheduledSequence> batch) = 0;
 
   // A JSON object of counters.
   virtual std::string stats_json() = 0;
 
-  // Frees what the model holds, in the order that it needs. No step after it.
+  // Frees the model's resources in the right order. No step may follow.
   virtual void shutdown() = 0;
 };
 

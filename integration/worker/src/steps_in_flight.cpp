@@ -8,7 +8,7 @@
 namespace xllm::worker {
 
 const Batch& StepsInFlight::hold(Batch batch) {
-  // On a CPU a step is over when it returns.
+  // On a CPU a step is complete when its call returns.
   const auto has_passed = [&](const Step& step) { return device_.is_cpu() || (step.passed && step.passed->query()); };
   const auto last = std::find_if(steps_.rbegin(), steps_.rend(), has_passed);
   steps_.erase(steps_.begin(), last.base());

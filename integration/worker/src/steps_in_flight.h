@@ -1,4 +1,4 @@
-// Keeps what steps read until the device has passed them, however their inputs reach it.
+// Keeps the input tensors of asynchronous steps until the device has completed the steps, using one event per step.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,11 +15,11 @@ class StepsInFlight {
  public:
   explicit StepsInFlight(at::Device device) : device_(device) {}
 
-  // Takes the inputs of the next step, and drops those of steps that the device has passed. The reference is valid
-  // until the next call.
+  // Stores the inputs of the next step, and frees those of completed steps. The reference is valid until the next call.
   const Batch& hold(Batch batch);
 
-  // The step is enqueued on the current stream. One that failed has no mark: it goes with the next one.
+  // Records the step's event on the current stream, after the step was enqueued. A failed step has no event; its inputs
+  // are freed together with those of the next step.
   void mark();
 
  private:

@@ -34,7 +34,7 @@ StopSignals::~StopSignals() {
     const std::lock_guard lock(mutex_);
     is_ending_ = true;
   }
-  pthread_kill(thread_.native_handle(), SIGTERM);  // blocked there, so it only ends the waiting
+  pthread_kill(thread_.native_handle(), SIGTERM);  // blocked on that thread, so it only wakes sigwait
   thread_.join();
 }
 

@@ -1,4 +1,4 @@
-// SIGINT and SIGTERM as calls on a thread of their own, so that the worker can say what becomes of its requests.
+// Handles SIGINT and SIGTERM on a separate thread, so that the worker can report its unfinished requests.
 #pragma once
 
 #include <functional>
@@ -11,8 +11,8 @@ namespace xllm::worker {
 // "SIGINT" or "SIGTERM".
 std::string signal_name(int number);
 
-// Blocks both signals on the thread that makes it, and so on every thread made after it, and waits for them on its own.
-// Without a handler a signal ends the process at once with exit code 128 + number and a line on stderr.
+// Blocks both signals on the calling thread and on all threads started later, and waits for them on its own thread.
+// Without a handler, a signal ends the process at once with exit code 128 + number and a line on stderr.
 class StopSignals {
  public:
   using Handler = std::function<void(int number)>;
@@ -22,11 +22,11 @@ class StopSignals {
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
 
-  // From now on a signal calls the handler, on the waiting thread; none restores the ending at once. Returns when no call
-  // of the handler before is running.
+  // Sets the handler, which runs on the signal thread. An empty handler restores the default, which ends the process.
+  // Returns once no call of the old handler is running.
   void set_handler(Handler handler);
 
-  // The signal that came first; 0 before one.
+  // The first signal received; 0 if none.
   [[nodiscard]] int received() const;
 
  private:

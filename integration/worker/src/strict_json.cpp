@@ -9,7 +9,7 @@ using nlohmann::json;
 
 namespace {
 
-// The library's messages begin with "[json.exception.parse_error.101] "; only the rest helps a reader.
+// Removes the prefix "[json.exception.parse_error.101] " of the library's messages.
 std::string plain_message(const std::string& what) {
   const size_t end = what.find("] ");
   return end == std::string::npos ? what : what.substr(end + 2);
@@ -55,7 +55,7 @@ std::string dump_json(const json& value, size_t max_length) {
   std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
   if (max_length > 0 && text.size() > max_length) {
     size_t end = max_length;
-    while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // not inside a character
+    while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // a UTF-8 boundary
     text = text.substr(0, end) + "...";
   }
   return text;

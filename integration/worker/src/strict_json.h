@@ -1,4 +1,4 @@
-// Reads JSON text that people write: duplicate keys are errors, messages are plain.
+// Parses JSON text strictly: a duplicate key is an error. Error messages are short.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -13,13 +13,13 @@ class JsonError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Throws JsonError: not JSON, or an object that has a key twice.
+// Throws JsonError for invalid JSON and for duplicate keys.
 nlohmann::json parse_strict_json(std::string_view text);
 
-// "a string", "an integer", ...: what a JSON value is, for messages.
+// The type of a JSON value for messages: "a string", "an integer", ...
 std::string describe_json_type(const nlohmann::json& value);
 
-// One line of JSON; bytes that are not UTF-8 become U+FFFD. Long values are cut for messages when max_length > 0.
+// One line of JSON. Invalid UTF-8 becomes U+FFFD. max_length > 0 truncates the text for messages.
 std::string dump_json(const nlohmann::json& value, size_t max_length = 0);
 
 }  // namespace xllm::worker

@@ -1,4 +1,4 @@
-// A step of any model that takes tensors: builds the batch, executes it, samples.
+// Runs a step of a model with tensor inputs: builds the batch, executes it, samples the tokens.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,25 +14,25 @@
 
 namespace xllm::worker {
 
-// The model itself, whatever language it is written in.
+// A model with tensor inputs, in Python or C++.
 class TensorModel {
  public:
   virtual ~TensorModel() = default;
 
   virtual at::Tensor execute(const Batch& batch) = 0;  // -> logits [n, vocabulary], one row per logits index
   virtual std::string stats_json() = 0;
-  // What its collectives moved so far: {"all_reduce": [calls, bytes], ...}, bytes of this rank's inputs.
+  // Traffic of the collectives so far: {"all_reduce": [calls, bytes of this rank's inputs], ...}.
   virtual std::string traffic_json() { return "{}"; }
   virtual void shutdown() = 0;
 };
 
-// A step from its description to its logits. Every rank of a model runs this on equal descriptions.
+// Computes the logits of a step from its batch entries. All ranks run this with equal entries.
 class StepExecutor {
  public:
   StepExecutor(std::unique_ptr<TensorModel> model, int64_t block_size, at::Device device)
       : model_(std::move(model)), block_size_(block_size), device_(device), in_flight_(device) {}
 
-  // Throws std::exception with a message for people.
+  // Throws std::exception with a readable message.
   at::Tensor execute(std::span<const BatchEntry> entries);
 
   TensorModel& model() { return *model_; }
@@ -44,14 +44,14 @@ class StepExecutor {
   StepsInFlight in_flight_;
 };
 
-// Lets the other ranks of a model compute the same steps.
+// Forwards steps to the other ranks of a model.
 class StepRelay {
  public:
   virtual ~StepRelay() = default;
 
   virtual void begin(std::span<const BatchEntry> entries) = 0;
   virtual void end() = 0;
-  // The step failed here. Throws RankFailure unless the ranks can go on.
+  // Call after the step failed on this rank. Throws RankFailure unless all ranks can continue.
   virtual void fail(const std::string& message) = 0;
 };
 

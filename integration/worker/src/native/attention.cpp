@@ -17,7 +17,7 @@ namespace xllm::worker::native {
 namespace {
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
-constexpr int64_t kQueryBlock = 256;  // rows of one block of a masked query
+constexpr int64_t kQueryBlock = 256;  // query rows per masked block
 
 struct Range {
   int64_t begin = 0;
@@ -41,7 +41,7 @@ at::Tensor attend(const at::Tensor& q,
                   bool causal) {
   const auto batched = [](const at::Tensor& x) { return x.transpose(0, 1).unsqueeze(0); };
   if (q.size(0) == 1) {
-    // The heads of a group see the same keys, so they stand as rows.
+    // The query heads of a kv head see the same keys, so they become query rows.
     const at::Tensor grouped =
         q.reshape({1, layer.num_kv_heads, layer.num_heads / layer.num_kv_heads, layer.head_dim});
     const at::Tensor out = at::scaled_dot_product_attention(
@@ -72,7 +72,7 @@ struct PlannedSequence {
   std::vector<Block> blocks;
 };
 
-// Masks of one plan, shared by blocks of the same shape.
+// The masks of one plan. Blocks of the same shape share a mask.
 class Masks {
  public:
   Masks(int64_t window, at::ScalarType dtype, at::Device device) : window_(window), like_(dtype), device_(device) {}
@@ -173,7 +173,7 @@ class DenseDecodePlan : public AttentionPlan {
     if (window > 0) num_pages = std::min(num_pages, (window + 2 * page_size - 2) / page_size);
     const auto longs = at::TensorOptions().dtype(at::kLong).device(metadata.slot_mapping().device());
 
-    // An empty row: length 0, and a table that begins where the last one ends.
+    // Padding rows have length 0.
     const int64_t num_live = metadata.kv_cu_seq_lens().numel() - 1;
     at::Tensor kv_lens = at::zeros({num_rows, 1}, longs);
     kv_lens.narrow(0, 0, num_live).copy_(metadata.kv_cu_seq_lens().to(at::kLong).diff().unsqueeze(1));
@@ -185,11 +185,11 @@ class DenseDecodePlan : public AttentionPlan {
     const at::Tensor wanted = first_pages + at::arange(num_pages, longs);
     pages_ = at::zeros_like(wanted);
     if (metadata.paged_kv_indices().numel() > 0) {
-      // Filled rather than chosen from two: a number as an operand would be copied to the device, which waits.
+      // masked_fill, not where: where copies a scalar operand to the device, which synchronizes.
       const at::Tensor missing = wanted * page_size >= kv_lens;
-      const at::Tensor places = (table_begins + wanted).masked_fill(missing, 0);
-      const at::Tensor listed = metadata.paged_kv_indices().index_select(0, places.flatten()).view_as(places);
-      pages_ = listed.to(at::kLong).masked_fill(missing, 0);
+      const at::Tensor table_indices = (table_begins + wanted).masked_fill(missing, 0);
+      const at::Tensor pages = metadata.paged_kv_indices().index_select(0, table_indices.flatten());
+      pages_ = pages.view_as(table_indices).to(at::kLong).masked_fill(missing, 0);
     }
     const at::Tensor positions = first_pages * page_size + at::arange(num_pages * page_size, longs);
     hidden_ = (positions < first_keys).logical_or(positions >= kv_lens);

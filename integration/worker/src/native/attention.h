@@ -1,4 +1,4 @@
-// Attention over the paged KV cache in ATen calls: the arithmetic of xllm_attention's torch backend, call for call.
+// Attention over the paged KV cache in ATen calls, the same sequence of calls as in xllm_attention's torch backend.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,37 +14,37 @@
 
 namespace xllm::worker::native {
 
-// Layers of equal shape and window share one plan of a step.
+// Layers with equal shape and window share one plan per step.
 using executor::AttentionLayer;
 
 struct KvCache {
   at::Tensor k, v;  // [num_pages, page_size, K, D]
 };
 
-// How one step attends in the layers of a group. B sequences, T tokens, H heads, K kv heads, D head dim.
+// The attention plan of one step for a group of equal layers. B sequences, T tokens, H heads, K kv heads, D head dim.
 class AttentionPlan {
  public:
   virtual ~AttentionPlan() = default;
 
-  // q [>= T, H, D] over the cache -> out of q's shape, every row written: rows of no live token get 0.
+  // Attends with q [>= T, H, D] over the cache; writes every row of out, which has q's shape. Padding rows get 0.
   virtual void run(const at::Tensor& q, const KvCache& cache, at::Tensor& out) const = 0;
 };
 
-// Sequence by sequence over real tokens only.
+// Attends sequence by sequence, without padding.
 std::unique_ptr<AttentionPlan> plan_ragged(const AttentionMetadata& metadata,
                                            const AttentionLayer& layer,
                                            int64_t page_size,
                                            at::ScalarType dtype);
 
-// A decode step in the shapes of a graph for `num_rows` sequences: every row reads as many keys as the longest sequence
-// may have. Rows beyond the step's are empty.
+// A decode step in the shapes of a graph for `num_rows` sequences: every row reads max_model_len keys. Padding rows
+// have length 0.
 std::unique_ptr<AttentionPlan> plan_dense_decode(const AttentionMetadata& metadata,
                                                  const AttentionLayer& layer,
                                                  int64_t page_size,
                                                  int64_t num_rows,
                                                  int64_t max_model_len);
 
-// Writes the first rows of k and v [>= T, K, D] to the step's slots [T] int64.
+// Writes the first T rows of k and v [>= T, K, D] to the cache slots [T] int64.
 void append(const at::Tensor& slots, const at::Tensor& k, const at::Tensor& v, const KvCache& cache);
 
 }  // namespace xllm::worker::native

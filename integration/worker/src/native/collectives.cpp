@@ -14,7 +14,7 @@ void count(Traffic& traffic, const at::Tensor& x) {
   traffic.num_bytes += x.numel() * static_cast<int64_t>(x.element_size());
 }
 
-// torch 2.13 renamed it and deprecated the old name.
+// torch 2.13 renamed this method and deprecated the old name.
 template <class Group>
 auto gather_into(Group& group, at::Tensor& out, at::Tensor& input) {
   if constexpr (requires { group.all_gather_single(out, input); }) {

@@ -1,4 +1,4 @@
-// The collectives of a model in C++: over the same c10d group as the Python model's, without Python.
+// Collectives of the native model, over the same c10d process group as the Python model's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,19 +14,19 @@ class ProcessGroup;
 
 namespace xllm::worker::native {
 
-// Calls, and bytes of this rank's inputs.
+// Number of calls, and bytes of this rank's inputs.
 struct Traffic {
   int64_t num_calls = 0;
   int64_t num_bytes = 0;
 };
 
-// How many collectives this rank has begun in the group of that name; the function holds the group.
+// Returns a function that counts the collectives this rank has started in the named group. It keeps the group alive.
 std::function<int64_t()> count_collectives(const std::string& group_name);
 
 class Collectives {
  public:
-  Collectives();  // one rank: nothing to do
-  // The group of that name in c10d's registry. Throws std::runtime_error when it is not there or not of that size.
+  Collectives();  // one rank: no collectives
+  // Uses the named group of c10d's registry. Throws std::runtime_error when it is missing or rank or size differ.
   Collectives(const std::string& group_name, int64_t rank, int64_t size);
   ~Collectives();
   Collectives(Collectives&&) noexcept;
@@ -38,13 +38,13 @@ class Collectives {
   // Sums x (contiguous) over the ranks, in place.
   void all_reduce(at::Tensor& x);
 
-  // The ranks' x one after another along dimension 0.
+  // Concatenates the ranks' x along dimension 0, in rank order.
   at::Tensor all_gather(const at::Tensor& x);
 
   const Traffic& all_reduced() const { return all_reduced_; }
   const Traffic& all_gathered() const { return all_gathered_; }
 
-  // Lets go of the group, which can then be destroyed.
+  // Drops the reference to the group, which can then be destroyed.
   void release();
 
  private:

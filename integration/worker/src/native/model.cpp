@@ -39,12 +39,12 @@ void check_served(const NativeState& state) {
   const std::string& name =
       architectures && !architectures->empty() ? architectures->front() : state.args.model_type();
   if (!kServed.contains(name)) {
-    throw std::runtime_error("--model_impl=native serves Llama and Qwen3; the checkpoint is " + name +
-                             ". --model_impl=python serves more");
+    throw std::runtime_error("--model_impl=native supports Llama and Qwen3; the checkpoint is " + name +
+                             ". Use --model_impl=python for other families");
   }
   const std::string& act = state.args.hidden_act();
   if (act != "silu" && act != "swish") {
-    throw std::runtime_error("--model_impl=native serves hidden_act silu; the checkpoint has " + act);
+    throw std::runtime_error("--model_impl=native supports hidden_act silu; the checkpoint has " + act);
   }
 }
 
@@ -87,14 +87,14 @@ CausalLM::Layer CausalLM::make_layer(const NativeState& state, size_t layer_id) 
 
 at::Tensor CausalLM::embed(const at::Tensor& tokens) {
   if (collectives_.size() == 1) return at::embedding(embedding_, tokens);
-  // The vocabulary is padded up to the ranks, then cut; a token of another rank adds zero.
-  const int64_t held = embedding_.size(0);
-  const int64_t start = std::min(collectives_.rank() * held, vocab_size_);
-  const int64_t count = std::min(held, vocab_size_ - start);
+  // The vocabulary is padded to a multiple of the ranks and sharded. A token of another rank's shard contributes zero.
+  const int64_t shard_size = embedding_.size(0);
+  const int64_t start = std::min(collectives_.rank() * shard_size, vocab_size_);
+  const int64_t count = std::min(shard_size, vocab_size_ - start);
   const at::Tensor local = tokens - start;
-  const at::Tensor elsewhere = (local < 0).logical_or(local >= count);
-  const at::Tensor rows = at::embedding(embedding_, local.masked_fill(elsewhere, 0));
-  at::Tensor sum = rows.masked_fill(elsewhere.unsqueeze(-1), 0);
+  const at::Tensor on_other_rank = (local < 0).logical_or(local >= count);
+  const at::Tensor rows = at::embedding(embedding_, local.masked_fill(on_other_rank, 0));
+  at::Tensor sum = rows.masked_fill(on_other_rank.unsqueeze(-1), 0);
   collectives_.all_reduce(sum);
   return sum;
 }
@@ -157,8 +157,8 @@ at::Tensor CausalLM::forward(const at::Tensor& tokens,
   return hidden;
 }
 
-at::Tensor CausalLM::compute_logits(const at::Tensor& hidden, const std::optional<at::Tensor>& selected) {
-  const at::Tensor rows = selected ? hidden.index_select(0, *selected) : hidden;
+at::Tensor CausalLM::compute_logits(const at::Tensor& hidden, const std::optional<at::Tensor>& logits_indices) {
+  const at::Tensor rows = logits_indices ? hidden.index_select(0, *logits_indices) : hidden;
   const at::Tensor logits = project(rows, head_);
   const int64_t size = collectives_.size();
   if (size == 1) return logits;

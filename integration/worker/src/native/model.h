@@ -1,4 +1,4 @@
-// Llama and Qwen3 in C++: the layers of xllm_models in the same order, on the same tensors. Owns no cache, no runner.
+// Llama and Qwen3 in C++: the same ops in the same order, on the same tensors, as in xllm_models. Owns no KV cache.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,13 +14,13 @@
 
 namespace xllm::worker::native {
 
-// What a step's layers attend with.
+// The attention inputs of one step.
 struct AttentionStep {
   at::Tensor slots;                                   // [T] int64
-  std::vector<std::unique_ptr<AttentionPlan>> plans;  // one a group
+  std::vector<std::unique_ptr<AttentionPlan>> plans;  // one per group
 };
 
-// Throws std::runtime_error for an architecture or a feature that is not served here.
+// Throws std::runtime_error for an architecture or feature that the native model does not support.
 void check_served(const executor::NativeState& state);
 
 // T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
@@ -34,10 +34,10 @@ class CausalLM {
                      const AttentionStep& attention,
                      const std::vector<KvCache>& caches);
 
-  // hidden [T, hidden] -> logits [n, vocab] of the rows `selected` [n], of all without.
-  at::Tensor compute_logits(const at::Tensor& hidden, const std::optional<at::Tensor>& selected);
+  // hidden [T, hidden] -> logits [n, vocab] of the rows `logits_indices` [n]; of all rows with nullopt.
+  at::Tensor compute_logits(const at::Tensor& hidden, const std::optional<at::Tensor>& logits_indices);
 
-  // Groups of layers with equal attention; an AttentionStep has a plan for each.
+  // The groups of layers with equal attention. An AttentionStep has one plan per group.
   const std::vector<AttentionLayer>& groups() const { return groups_; }
 
   at::ScalarType dtype() const { return dtype_; }

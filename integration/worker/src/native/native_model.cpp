@@ -1,4 +1,4 @@
-// The native model as the worker loads it: tensors from the Python loader, steps in C++.
+// Adapts the native model to LoadedModel: the Python loader provides the tensors, steps run in C++.
 #include <utility>
 
 #include "model_host.h"
@@ -39,7 +39,7 @@ class LoadedNativeModel : public LoadedModel {
                                             native::RunnerLimits{.max_num_seqs = options.max_seqs_per_batch,
                                                                  .max_num_tokens = options.max_tokens_per_batch,
                                                                  .max_model_len = info.max_model_len,
-                                                                 .in_graph_shapes = options.enable_graph});
+                                                                 .pad_to_graph_sizes = options.enable_graph});
   }
 
  private:

@@ -53,7 +53,7 @@ at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
 std::tuple<at::Tensor, at::Tensor> rotary_angles(const at::Tensor& table,
                                                  const at::Tensor& positions,
                                                  at::ScalarType dtype) {
-  // Rounded to the model's dtype before the products.
+  // Rounded to the model's dtype before the multiplication, as in xllm_models.
   const std::vector<at::Tensor> parts = table.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, -1);
   return {parts[0], parts[1]};
 }

@@ -1,5 +1,5 @@
-// The compute ops of a model, each the same sequence of ATen calls and roundings as the torch implementation of the op
-// of that name in xllm_models: equal inputs give equal bytes.
+// The compute ops of the native model. Each makes the same ATen calls with the same roundings as the torch
+// implementation of the op of that name in xllm_models, so equal inputs give equal bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,10 +10,10 @@ namespace xllm::worker::native {
 
 // T rows, N features, H heads, K kv heads, D head dim, P positions of the table, R rotary features.
 
-// x [..., N], weight [N] -> [..., N]: normed in fp32, rounded, then multiplied.
+// x [..., N], weight [N] -> [..., N]: normalized in fp32, rounded to x's dtype, then multiplied.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 
-// The norm of x + residual, and the sum.
+// Returns (rms_norm(x + residual), x + residual).
 std::tuple<at::Tensor, at::Tensor> fused_add_rms_norm(const at::Tensor& x,
                                                       const at::Tensor& residual,
                                                       const at::Tensor& weight,
@@ -22,13 +22,13 @@ std::tuple<at::Tensor, at::Tensor> fused_add_rms_norm(const at::Tensor& x,
 // x = [gate, up] [..., 2N] -> silu(gate) * up.
 at::Tensor silu_and_mul(const at::Tensor& x);
 
-// The product with a weight (`linear` there): x [..., N], weight [M, N]; an undefined bias is none.
+// x [..., N], weight [M, N] -> [..., M] (`linear` in xllm_models). An undefined bias means no bias.
 at::Tensor project(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
-// Rotates one of q [T, H, D] or k [T, K, D] by cos, sin [T, 1, R / 2] of its dtype.
+// Applies rotary embeddings to q [T, H, D] or k [T, K, D]. cos, sin: [T, 1, R / 2] of the same dtype.
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 
-// (cos, sin) [T, 1, R / 2] of the positions [T], from the fp32 table [P, R], in `dtype`.
+// Looks up (cos, sin) [T, 1, R / 2] in `dtype` for the positions [T] in the fp32 table [P, R].
 std::tuple<at::Tensor, at::Tensor> rotary_angles(const at::Tensor& table,
                                                  const at::Tensor& positions,
                                                  at::ScalarType dtype);

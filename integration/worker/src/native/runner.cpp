@@ -13,7 +13,7 @@ constexpr int64_t kTokenBudget = 8192;  // the largest padded step
 
 struct Stride {
   int64_t step;
-  int64_t last;  // the series goes on with another step from here
+  int64_t last;  // up to here
 };
 
 std::vector<int64_t> up_to(int64_t limit, std::vector<int64_t> sizes, const std::vector<Stride>& strides) {
@@ -55,7 +55,7 @@ Runner::Runner(CausalLM model, std::vector<KvCache> caches, const RunnerLimits& 
       caches_(std::move(caches)),
       page_size_(caches_.at(0).k.size(1)),
       max_model_len_(limits.max_model_len) {
-  if (!limits.in_graph_shapes) return;
+  if (!limits.pad_to_graph_sizes) return;
   sequence_buckets_ = sequence_buckets(limits.max_num_seqs);
   token_buckets_ = token_buckets(
       std::min({limits.max_num_tokens, limits.max_num_seqs * limits.max_model_len, kTokenBudget}));
@@ -78,7 +78,7 @@ at::Tensor Runner::run_eagerly(const Batch& batch) {
   return model_.compute_logits(hidden, batch.logits_indices);
 }
 
-// One graph of everything: the head runs on all rows, and rows are selected afterwards.
+// As a full decode graph: the LM head runs on all rows, and the rows of logits_indices are selected afterwards.
 at::Tensor Runner::run_decode_bucket(const Batch& batch, int64_t bucket) {
   ++num_decode_;
   AttentionStep attention{batch.metadata.slot_mapping().to(at::kLong), {}};
@@ -90,7 +90,7 @@ at::Tensor Runner::run_decode_bucket(const Batch& batch, int64_t bucket) {
   return model_.compute_logits(hidden, std::nullopt).index_select(0, batch.logits_indices);
 }
 
-// Graphs between the attention calls: only tokens and positions are padded.
+// As a piecewise graph: only tokens and positions are padded, attention is not.
 at::Tensor Runner::run_token_bucket(const Batch& batch, int64_t bucket) {
   ++num_piecewise_;
   const AttentionStep attention = plan_ragged_step(batch);

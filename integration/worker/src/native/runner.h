@@ -1,4 +1,4 @@
-// Runs the steps of a native model: plainly, or padded to the sizes that the Python model's graphs have.
+// Runs the steps of a native model, either unpadded or padded to the bucket sizes of the Python model's graphs.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +15,12 @@ struct RunnerLimits {
   int64_t max_num_seqs;    // of one step
   int64_t max_num_tokens;  // of one step
   int64_t max_model_len;
-  bool in_graph_shapes;  // pad as the Python graph runners do, so that both can be compared byte for byte
+  bool pad_to_graph_sizes;  // pad as the Python graph runners do, for byte-exact comparison
 };
 
-// Sizes as in xllm_graph: 1, 2, 4, 8, then steps of 16, up to the first that holds the limit.
+// Bucket sizes as in xllm_graph: 1, 2, 4, 8, then multiples of 16, up to the first that is >= the limit.
 std::vector<int64_t> sequence_buckets(int64_t max_num_seqs);
-// 1, 2, 4, ..., 256, steps of 256 to 2,048, then of 1,024, up to the first that holds the limit.
+// 1, 2, 4, ..., 256, then multiples of 256 up to 2,048, then multiples of 1,024, up to the first that is >= the limit.
 std::vector<int64_t> token_buckets(int64_t max_num_tokens);
 
 class Runner : public TensorModel {

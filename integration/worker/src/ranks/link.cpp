@@ -17,12 +17,12 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kTick{100};
-constexpr milliseconds kSignInterval{500};
-constexpr milliseconds kLastWords{200};  // to a rank that may be stuck itself
+constexpr milliseconds kPollInterval{100};
+constexpr milliseconds kHeartbeatInterval{500};
+constexpr milliseconds kAbortLimit{200};  // to write an abort frame to a rank that may be stuck
 constexpr size_t kHeaderSize = 1 + sizeof(uint64_t);
 
-struct SignOfLife {
+struct Heartbeat {
   int64_t num_begun = 0;  // steps
   int64_t num_collectives = 0;
 };
@@ -35,7 +35,7 @@ std::string header(FrameType type, size_t size) {
   return text;
 }
 
-// The first whole frame of the bytes, taken out of them.
+// Removes the first complete frame from the bytes and returns it.
 std::optional<Frame> next_frame(std::string& bytes) {
   if (bytes.size() < kHeaderSize) return std::nullopt;
   uint64_t length = 0;
@@ -46,8 +46,9 @@ std::optional<Frame> next_frame(std::string& bytes) {
   return frame;
 }
 
-// A sign of life that the other end does not take now, it will not miss; but a begun one must be ended.
-void send_sign(const Socket& socket, const std::string& bytes, milliseconds limit) {
+// Does not block: a heartbeat that does not fit into the socket's buffer is dropped. A partly sent one must be
+// completed.
+void send_heartbeat(const Socket& socket, const std::string& bytes, milliseconds limit) {
   const ssize_t count = ::send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (count > 0 && static_cast<size_t>(count) < bytes.size()) {
     write_all(socket, bytes.substr(static_cast<size_t>(count)), limit);
@@ -78,7 +79,7 @@ std::optional<Frame> read_frame(const Socket& socket, milliseconds limit) {
     const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
     pollfd entry{socket.fd(), POLLIN, 0};
     if (left.count() <= 0 || poll(&entry, 1, static_cast<int>(left.count())) <= 0) return std::nullopt;
-    char byte = 0;  // no further: what comes next is for the link
+    char byte = 0;  // byte by byte: the bytes after this frame belong to the RankLink
     if (recv(socket.fd(), &byte, 1, 0) != 1) return std::nullopt;
     bytes.push_back(byte);
   }
@@ -90,11 +91,11 @@ RankLink::RankLink(int64_t rank, std::map<int64_t, Socket> peers, LinkOptions op
     auto peer = std::make_unique<Peer>();
     peer->rank = peer_rank;
     peer->socket = std::move(socket);
-    peer->last_heard = Clock::now();
+    peer->last_received = Clock::now();
     peers_.emplace(peer_rank, std::move(peer));
   }
-  last_sign_ = Clock::now();
-  thread_ = std::thread([this] { watch(); });
+  last_heartbeat_ = Clock::now();
+  thread_ = std::thread([this] { run_watchdog(); });
 }
 
 RankLink::~RankLink() {
@@ -104,8 +105,8 @@ RankLink::~RankLink() {
 
 void RankLink::send(int64_t to, FrameType type, std::string_view payload) {
   if (write(peer(to), type, payload)) return;
-  // The watch sees it too, and knows more of it.
-  throw RankFailure(failure(options_.grace).value_or(rank_name(to) + " takes no more messages"));
+  // The watchdog notices it too, and has a better message.
+  throw RankFailure(failure(options_.grace).value_or(rank_name(to) + " does not read its connection"));
 }
 
 void RankLink::send_all(FrameType type, std::string_view payload) {
@@ -114,19 +115,19 @@ void RankLink::send_all(FrameType type, std::string_view payload) {
 
 bool RankLink::write(Peer& to, FrameType type, std::string_view payload) {
   const std::lock_guard lock(to.writing);
-  return write_frame(to.socket, type, payload, options_.silence);
+  return write_frame(to.socket, type, payload, options_.timeout);
 }
 
 Frame RankLink::receive(int64_t from, std::optional<Deadline> deadline, std::string_view what) {
   Peer& source = peer(from);
   std::unique_lock lock(mutex_);
-  const auto has_news = [&] { return failure_ || !source.frames.empty(); };
+  const auto has_changed = [&] { return failure_ || !source.frames.empty(); };
   if (deadline) {
-    if (!has_news_.wait_until(lock, deadline->at, has_news)) {
+    if (!changed_.wait_until(lock, deadline->at, has_changed)) {
       throw RankFailure(rank_name(from) + " " + std::string(what) + " within " + seconds(deadline->limit));
     }
   } else {
-    has_news_.wait(lock, has_news);
+    changed_.wait(lock, has_changed);
   }
   if (source.frames.empty()) throw RankFailure(*failure_);
   Frame frame = std::move(source.frames.front());
@@ -134,7 +135,7 @@ Frame RankLink::receive(int64_t from, std::optional<Deadline> deadline, std::str
   return frame;
 }
 
-void RankLink::watch_collectives(std::function<int64_t()> num_collectives) {
+void RankLink::set_collective_counter(std::function<int64_t()> num_collectives) {
   const std::lock_guard lock(mutex_);
   if (num_collectives) {
     num_collectives_ = std::move(num_collectives);
@@ -152,7 +153,7 @@ void RankLink::begin_step() {
   const std::lock_guard lock(mutex_);
   if (failure_) throw RankFailure(*failure_);
   for (const auto& [rank, peer] : peers_) {
-    // This rank is past those steps and the other is not: their caches differ from now on.
+    // The step succeeded here and failed there, so the KV caches differ from now on.
     if (peer->failed_steps.empty()) continue;
     const auto& [number, message] = *peer->failed_steps.begin();
     throw RankFailure(rank_name(rank) + " failed in step " + std::to_string(number) + ": " + message);
@@ -170,7 +171,7 @@ void RankLink::check_all_failed(const std::string& message) {
   std::unique_lock lock(mutex_);
   const int64_t step = num_begun_;
   for (const auto& [rank, peer] : peers_) {
-    has_news_.wait_for(lock, options_.grace, [&] { return failure_ || peer->num_done >= step; });
+    changed_.wait_for(lock, options_.grace, [&] { return failure_ || peer->num_done >= step; });
     if (failure_) throw RankFailure(*failure_);
     if (peer->failed_steps.erase(step) == 0) {
       throw RankFailure(rank_name(rank_) + " failed in step " + std::to_string(step) + ", " + rank_name(rank) +
@@ -181,23 +182,23 @@ void RankLink::check_all_failed(const std::string& message) {
 
 std::optional<std::string> RankLink::failure(milliseconds wait) {
   std::unique_lock lock(mutex_);
-  has_news_.wait_for(lock, wait, [&] { return failure_.has_value(); });
+  changed_.wait_for(lock, wait, [&] { return failure_.has_value(); });
   return failure_;
 }
 
 void RankLink::abort(const std::string& message) {
   is_aborting_ = true;
-  tell(message);
+  send_abort(message);
 }
 
-void RankLink::tell(const std::string& message) {
+void RankLink::send_abort(const std::string& message) {
   for (const auto& [rank, peer] : peers_) {
     const std::unique_lock lock(peer->writing, std::try_to_lock);
-    if (lock) write_frame(peer->socket, FrameType::kAbort, message, kLastWords);
+    if (lock) write_frame(peer->socket, FrameType::kAbort, message, kAbortLimit);
   }
 }
 
-void RankLink::watch() {
+void RankLink::run_watchdog() {
   while (!is_stopping_) {
     std::vector<Peer*> open;
     std::vector<pollfd> entries;
@@ -206,18 +207,18 @@ void RankLink::watch() {
       open.push_back(peer.get());
       entries.push_back({peer->socket.fd(), POLLIN, 0});
     }
-    poll(entries.data(), entries.size(), static_cast<int>(kTick.count()));
+    poll(entries.data(), entries.size(), static_cast<int>(kPollInterval.count()));
     for (size_t i = 0; i < entries.size(); ++i) {
       if (entries[i].revents != 0) read_from(*open[i]);
     }
     const auto now = Clock::now();
-    if (now - last_sign_ >= kSignInterval) send_signs_of_life();
+    if (now - last_heartbeat_ >= kHeartbeatInterval) send_heartbeats();
     const std::unique_lock lock(mutex_);
-    look_for_silence(now);
-    look_for_failed_steps(now);
-    look_for_stuck_steps(now);
+    check_heartbeats(now);
+    check_failed_steps(now);
+    check_stuck_step(now);
     if (failure_ && now - failed_at_ > options_.grace) {
-      // The thread that serves is stuck in something that the lost rank was part of, or waits for input.
+      // The serving thread is stuck in a collective with the lost rank, or waits for input.
       if (on_stuck_) on_stuck_(*failure_);
       std::fprintf(stderr, "error: %s\n", failure_->c_str());
       std::fflush(nullptr);
@@ -233,66 +234,66 @@ void RankLink::read_from(Peer& from) {
   const std::unique_lock lock(mutex_);
   if (count <= 0) {
     from.is_open = false;
-    lose(from);
+    handle_disconnect(from);
     return;
   }
-  from.last_heard = Clock::now();
+  from.last_received = Clock::now();
   from.inbound.append(chunk.data(), static_cast<size_t>(count));
-  while (std::optional<Frame> frame = next_frame(from.inbound)) take(from, std::move(*frame));
+  while (std::optional<Frame> frame = next_frame(from.inbound)) handle_frame(from, std::move(*frame));
 }
 
-void RankLink::take(Peer& from, Frame frame) {
+void RankLink::handle_frame(Peer& from, Frame frame) {
   switch (frame.type) {
-    case FrameType::kAlive: {
-      SignOfLife sign;
-      std::memcpy(&sign, frame.payload.data(), std::min(sizeof(sign), frame.payload.size()));
-      from.num_begun = sign.num_begun;
-      from.num_collectives = sign.num_collectives;
+    case FrameType::kHeartbeat: {
+      Heartbeat heartbeat;
+      std::memcpy(&heartbeat, frame.payload.data(), std::min(sizeof(heartbeat), frame.payload.size()));
+      from.num_begun = heartbeat.num_begun;
+      from.num_collectives = heartbeat.num_collectives;
       return;
     }
     case FrameType::kDone:
       from.num_begun = from.num_done = from.num_done + 1;
       if (!frame.payload.empty()) {
         from.failed_steps[from.num_done] = frame.payload;
-        from.failed_at = from.last_heard;
+        from.failed_at = from.last_received;
       }
       break;
     case FrameType::kAbort:
       fail(frame.payload);
       return;
     default:
-      from.may_leave = from.may_leave || frame.type == FrameType::kEnd;
+      from.may_disconnect = from.may_disconnect || frame.type == FrameType::kEnd;
       from.frames.push_back(std::move(frame));
   }
-  has_news_.notify_all();
+  changed_.notify_all();
 }
 
-void RankLink::send_signs_of_life() {
-  last_sign_ = Clock::now();
-  SignOfLife sign;
+void RankLink::send_heartbeats() {
+  last_heartbeat_ = Clock::now();
+  Heartbeat heartbeat;
   {
     const std::lock_guard lock(mutex_);
-    sign = {num_begun_, num_collectives_()};
+    heartbeat = {num_begun_, num_collectives_()};
   }
-  std::string bytes = header(FrameType::kAlive, sizeof(sign));
-  bytes.append(reinterpret_cast<const char*>(&sign), sizeof(sign));
+  std::string bytes = header(FrameType::kHeartbeat, sizeof(heartbeat));
+  bytes.append(reinterpret_cast<const char*>(&heartbeat), sizeof(heartbeat));
   for (const auto& [rank, peer] : peers_) {
     const std::unique_lock lock(peer->writing, std::try_to_lock);
-    // A peer that something else is being written to will hear that.
-    if (peer->is_open && lock) send_sign(peer->socket, bytes, kTick);
+    // If another thread is writing to this peer, that frame counts as a heartbeat.
+    if (peer->is_open && lock) send_heartbeat(peer->socket, bytes, kPollInterval);
   }
 }
 
-void RankLink::look_for_silence(Clock::time_point now) {
+void RankLink::check_heartbeats(Clock::time_point now) {
   for (const auto& [rank, peer] : peers_) {
-    if (peer->is_open && !peer->may_leave && !is_aborting_ && now - peer->last_heard > options_.silence) {
-      fail(rank_name(rank) + " gave no sign of life for " + seconds(options_.silence));
+    if (peer->is_open && !peer->may_disconnect && !is_aborting_ && now - peer->last_received > options_.timeout) {
+      fail(rank_name(rank) + " sent no heartbeat for " + seconds(options_.timeout));
     }
   }
 }
 
-// A step that failed on all ranks is taken out by check_all_failed.
-void RankLink::look_for_failed_steps(Clock::time_point now) {
+// check_all_failed removes a step that failed on all ranks.
+void RankLink::check_failed_steps(Clock::time_point now) {
   for (const auto& [rank, peer] : peers_) {
     if (peer->failed_steps.empty() || now - peer->failed_at <= options_.grace) continue;
     const auto& [number, message] = *peer->failed_steps.begin();
@@ -300,14 +301,15 @@ void RankLink::look_for_failed_steps(Clock::time_point now) {
   }
 }
 
-void RankLink::look_for_stuck_steps(Clock::time_point now) {
+void RankLink::check_stuck_step(Clock::time_point now) {
   if (rank_ != 0 || num_done_ == num_begun_) return;
-  if (now - step_began_ <= options_.silence) return;
-  fail("step " + std::to_string(num_begun_) + " did not end within " + seconds(options_.silence) + ": " + late_ranks());
+  if (now - step_began_ <= options_.timeout) return;
+  fail("step " + std::to_string(num_begun_) + " did not end within " + seconds(options_.timeout) + ": " +
+       describe_stragglers());
 }
 
-// Who has come less far than others.
-std::string RankLink::late_ranks() const {
+// Names the ranks that have made less progress than the others.
+std::string RankLink::describe_stragglers() const {
   std::map<int64_t, std::pair<int64_t, int64_t>> progress = {{rank_, {num_begun_, num_collectives_()}}};
   for (const auto& [rank, peer] : peers_) progress[rank] = {peer->num_begun, peer->num_collectives};
   const auto first = std::max_element(
@@ -316,15 +318,16 @@ std::string RankLink::late_ranks() const {
   for (const auto& [rank, reached] : progress) {
     if (reached < first->second) late += (late.empty() ? "rank " : ", ") + std::to_string(rank);
   }
-  return late.empty() ? "all ranks are in it" : late + " did not come to where the others wait";
+  if (late.empty()) return "all ranks have reached the same collective";
+  return late + " did not reach the collective where the others wait";
 }
 
-void RankLink::lose(Peer& lost) {
-  if (lost.may_leave || is_aborting_) return;
+void RankLink::handle_disconnect(Peer& lost) {
+  if (lost.may_disconnect || is_aborting_) return;
   std::string how;
-  // The system tells a little later than the connection.
+  // The exit status is available a little later than the end of the connection.
   for (int i = 0; i < 20 && how.empty(); ++i) {
-    how = options_.ending(lost.rank);
+    how = options_.describe_exit(lost.rank);
     if (how.empty()) std::this_thread::sleep_for(milliseconds(10));
   }
   fail(rank_name(lost.rank) + " is gone: " + (how.empty() ? "its connection closed" : how));
@@ -334,8 +337,8 @@ void RankLink::fail(const std::string& message) {
   if (failure_) return;
   failure_ = message;
   failed_at_ = Clock::now();
-  has_news_.notify_all();
-  if (rank_ == 0) tell(message);
+  changed_.notify_all();
+  if (rank_ == 0) send_abort(message);
 }
 
 }  // namespace xllm::worker

@@ -1,5 +1,5 @@
-// What holds the ranks of one model together: rank 0's connection to every other, the frames on it, and the watch that
-// ends all of them when one has gone, hangs or fails. It knows no tensors and no Python: it works while those are stuck.
+// The connections between rank 0 and the other ranks, and a watchdog thread that ends all ranks when one dies, hangs or
+// fails. Uses no tensors and no Python, so it works while a collective or the interpreter is stuck.
 #pragma once
 
 #include <atomic>
@@ -22,16 +22,16 @@
 namespace xllm::worker {
 
 enum class FrameType : uint8_t {
-  kHello = 1,  // follower: who it is
-  kRankInfo,      // follower: what it loaded
-  kGo,         // leader: all agree
+  kHello = 1,  // follower: its rank and the number of ranks
+  kRankInfo,   // follower: its rank info, after loading
+  kStart,      // leader: all ranks have equal info
   kStep,       // leader: a step
-  kDone,       // follower: its step is over; a payload says what went wrong
+  kDone,       // follower: end of its step; a payload is an error message
   kAskStats,   // leader
   kStats,      // follower
-  kEnd,        // leader: no more steps; follower: it goes
-  kAbort,      // either: all must end, and why
-  kAlive,      // either, all the time: a sign of life, with the follower's progress
+  kEnd,        // leader: no more steps; follower: it disconnects
+  kAbort,      // either: all ranks must end; the reason
+  kHeartbeat,  // either: periodic heartbeat, with the number of steps and collectives
 };
 
 struct Frame {
@@ -39,11 +39,11 @@ struct Frame {
   std::string payload;
 };
 
-// One frame on a connection that no link watches yet. False, or nullopt, when the other end has gone or takes too long.
+// For a connection that no RankLink owns yet. Return false or nullopt when the peer disconnects or `limit` passes.
 bool write_frame(const Socket& socket, FrameType type, std::string_view payload, std::chrono::milliseconds limit);
 std::optional<Frame> read_frame(const Socket& socket, std::chrono::milliseconds limit);
 
-// A limit that several waits may share.
+// A time limit that several waits can share.
 struct Deadline {
   Deadline(std::chrono::milliseconds within) : limit(within), at(Clock::now() + within) {}
 
@@ -52,13 +52,13 @@ struct Deadline {
 };
 
 struct LinkOptions {
-  std::chrono::milliseconds silence{60000};  // without a sign of life, and of one step, until a rank is given up
-  std::chrono::milliseconds grace{3000};     // from a failure until the process ends, whatever it is stuck in
-  // What the system knows of a rank that has gone ("killed by signal 9"); may be empty. Called in the link's thread.
-  std::function<std::string(int64_t rank)> ending = [](int64_t) { return std::string(); };
+  std::chrono::milliseconds timeout{60000};  // of one step, and between heartbeats of a rank
+  std::chrono::milliseconds grace{3000};     // from a failure until the watchdog ends the process
+  // How a rank's process exited ("killed by signal 9"); may be empty. Called on the watchdog thread.
+  std::function<std::string(int64_t rank)> describe_exit = [](int64_t) { return std::string(); };
 };
 
-// Of one process. Rank 0 has a peer for every other rank, those have rank 0.
+// The links of one process. Rank 0 has every other rank as a peer; the others have only rank 0.
 class RankLink {
  public:
   RankLink(int64_t rank, std::map<int64_t, Socket> peers, LinkOptions options);
@@ -68,32 +68,32 @@ class RankLink {
 
   int64_t rank() const { return rank_; }
 
-  // Throw RankFailure when the ranks cannot go on.
+  // Throw RankFailure when the ranks cannot continue.
   void send(int64_t peer, FrameType type, std::string_view payload = {});
   void send_all(FrameType type, std::string_view payload = {});
-  // The peer's next frame. With a deadline, `what` says what did not happen within its limit.
+  // Receives the peer's next frame. `what` completes the error message after the deadline: "did not load the model".
   Frame receive(int64_t peer, std::optional<Deadline> deadline = std::nullopt, std::string_view what = {});
 
-  // How many collectives this rank has come to, or nothing to ask any more. Called in the link's thread: it tells which
-  // rank the others wait for.
-  void watch_collectives(std::function<int64_t()> num_collectives);
+  // Sets a function that counts the collectives this rank has started; an empty function removes it. The watchdog thread
+  // calls it. The counts show which rank the others wait for.
+  void set_collective_counter(std::function<int64_t()> num_collectives);
 
-  // Called in the link's thread with the failure, before it ends a process whose serving thread is stuck; must not take
-  // long. Or nothing to call any more: returns when no call is running.
+  // Sets a callback that the watchdog thread calls with the failure before it ends a process whose serving thread is
+  // stuck. It must return quickly. An empty function removes it; then returns once no call is running.
   void set_on_stuck(std::function<void(const std::string& message)> on_stuck);
 
-  // Around each step, so that one that does not end is noticed.
+  // Call around each step, so that the watchdog notices a step that does not end.
   void begin_step();
   void end_step();
 
-  // Leader, when its own step failed: returns when it failed on all ranks, which can then go on; else throws
-  // RankFailure.
+  // For the leader, after its own step has failed. Returns if the step failed on all ranks, which can then continue;
+  // else throws RankFailure.
   void check_all_failed(const std::string& message);
 
-  // Why the ranks cannot go on; waits up to `wait` for the watch to notice.
+  // The reason why the ranks cannot continue. Waits up to `wait` for the watchdog to find one.
   std::optional<std::string> failure(std::chrono::milliseconds wait);
 
-  // Tells the peers that this rank fails, and why.
+  // Sends the peers an abort frame with the reason.
   void abort(const std::string& message);
 
  private:
@@ -103,26 +103,26 @@ class RankLink {
     std::mutex writing;
     std::string inbound;
     std::deque<Frame> frames;
-    Clock::time_point last_heard;
+    Clock::time_point last_received;
     bool is_open = true;
-    bool may_leave = false;  // it has said that it ends
+    bool may_disconnect = false;  // it has sent kEnd
     int64_t num_begun = 0, num_done = 0;          // steps
     int64_t num_collectives = 0;
     std::map<int64_t, std::string> failed_steps;  // number to message
-    Clock::time_point failed_at;                  // the last of them
+    Clock::time_point failed_at;                  // the time of the last one
   };
 
-  void watch();
+  void run_watchdog();
   void read_from(Peer& peer);
-  void take(Peer& peer, Frame frame);
-  void send_signs_of_life();
-  void look_for_silence(Clock::time_point now);
-  void look_for_failed_steps(Clock::time_point now);
-  void look_for_stuck_steps(Clock::time_point now);
-  std::string late_ranks() const;
-  void lose(Peer& peer);
+  void handle_frame(Peer& peer, Frame frame);
+  void send_heartbeats();
+  void check_heartbeats(Clock::time_point now);
+  void check_failed_steps(Clock::time_point now);
+  void check_stuck_step(Clock::time_point now);
+  std::string describe_stragglers() const;
+  void handle_disconnect(Peer& peer);
   void fail(const std::string& message);
-  void tell(const std::string& message);
+  void send_abort(const std::string& message);
   bool write(Peer& peer, FrameType type, std::string_view payload);
   Peer& peer(int64_t rank) { return *peers_.at(rank); }
 
@@ -132,13 +132,13 @@ class RankLink {
   std::atomic<bool> is_aborting_{false};
   std::atomic<bool> is_stopping_{false};
 
-  std::mutex mutex_;  // of all below and of the peers' frames and progress
-  std::condition_variable has_news_;
+  std::mutex mutex_;  // guards all members below, and the peers' frames and progress
+  std::condition_variable changed_;
   std::optional<std::string> failure_;
   Clock::time_point failed_at_;
   int64_t num_begun_ = 0, num_done_ = 0;
   Clock::time_point step_began_;
-  Clock::time_point last_sign_;
+  Clock::time_point last_heartbeat_;
   std::function<int64_t()> num_collectives_ = [] { return 0; };
   std::function<void(const std::string&)> on_stuck_;
 

@@ -15,12 +15,12 @@ namespace xllm::worker {
 
 namespace {
 
-std::vector<std::string> child_environment(const RankPlace& place, int64_t rank) {
+std::vector<std::string> child_environment(const RankConfig& config, int64_t rank) {
   const std::map<std::string, std::string> set = {{"RANK", std::to_string(rank)},
                                                   {"LOCAL_RANK", std::to_string(rank)},
-                                                  {"WORLD_SIZE", std::to_string(place.size)},
-                                                  {"MASTER_ADDR", place.host},
-                                                  {"MASTER_PORT", std::to_string(place.port)}};
+                                                  {"WORLD_SIZE", std::to_string(config.size)},
+                                                  {"MASTER_ADDR", config.host},
+                                                  {"MASTER_PORT", std::to_string(config.port)}};
   std::vector<std::string> result;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
@@ -49,13 +49,13 @@ std::string describe(int status) {
 
 RankProcesses::~RankProcesses() { wait(std::chrono::milliseconds(0)); }
 
-void RankProcesses::start(const std::vector<std::string>& args, const RankPlace& place) {
+void RankProcesses::start(const std::vector<std::string>& args, const RankConfig& config) {
   std::vector<std::string> words = {"xllm_worker"};
   words.insert(words.end(), args.begin(), args.end());
   const std::vector<char*> argv = pointers(words);
   const pid_t parent = getpid();
-  for (int64_t rank = 1; rank < place.size; ++rank) {
-    std::vector<std::string> environment = child_environment(place, rank);
+  for (int64_t rank = 1; rank < config.size; ++rank) {
+    std::vector<std::string> environment = child_environment(config, rank);
     const std::vector<char*> envp = pointers(environment);
     const pid_t child = fork();
     if (child < 0) throw std::runtime_error("cannot start rank " + std::to_string(rank) + ": " + std::strerror(errno));
@@ -73,24 +73,24 @@ void RankProcesses::start(const std::vector<std::string>& args, const RankPlace&
   }
 }
 
-std::string RankProcesses::collect(int64_t rank) {
-  if (const auto found = ended_.find(rank); found != ended_.end()) return found->second;
+std::string RankProcesses::reap(int64_t rank) {
+  if (const auto found = exited_.find(rank); found != exited_.end()) return found->second;
   const auto process = running_.find(rank);
   int status = 0;
   if (process == running_.end() || waitpid(process->second, &status, WNOHANG) != process->second) return "";
   running_.erase(process);
-  return ended_[rank] = describe(status);
+  return exited_[rank] = describe(status);
 }
 
-std::string RankProcesses::ending(int64_t rank) {
+std::string RankProcesses::describe_exit(int64_t rank) {
   const std::lock_guard lock(mutex_);
-  return collect(rank);
+  return reap(rank);
 }
 
-std::pair<int64_t, std::string> RankProcesses::first_ended() {
+std::pair<int64_t, std::string> RankProcesses::first_exited() {
   const std::lock_guard lock(mutex_);
   for (const auto& [rank, process] : std::map(running_)) {
-    if (std::string how = collect(rank); !how.empty()) return {rank, std::move(how)};
+    if (std::string how = reap(rank); !how.empty()) return {rank, std::move(how)};
   }
   return {0, ""};
 }
@@ -100,7 +100,7 @@ void RankProcesses::wait(std::chrono::milliseconds limit) {
   const std::lock_guard lock(mutex_);
   while (!running_.empty()) {
     for (const auto& [rank, process] : std::map(running_)) {
-      if (collect(rank).empty() && std::chrono::steady_clock::now() >= deadline) kill(process, SIGKILL);
+      if (reap(rank).empty() && std::chrono::steady_clock::now() >= deadline) kill(process, SIGKILL);
     }
     if (!running_.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

@@ -1,4 +1,4 @@
-// How the ranks find each other: rank 0 tells in a c10d store where it listens, and the others connect.
+// The rendezvous: rank 0 writes its listening address to a c10d store, and the other ranks connect to it.
 #pragma once
 
 #include <chrono>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ranks/link.h"
-#include "ranks/place.h"
+#include "ranks/rank_config.h"
 #include "ranks/processes.h"
 
 namespace c10d {
@@ -17,31 +17,31 @@ class TCPStore;
 namespace xllm::worker {
 
 struct RendezvousOptions {
-  std::chrono::milliseconds limit{300000};  // until all ranks are there
-  std::chrono::milliseconds silence{60000};
+  std::chrono::milliseconds start_timeout{300000};  // until all ranks have connected
+  std::chrono::milliseconds timeout{60000};
 };
 
-// The ranks of one model as this process sees them. Lives until the process ends.
+// This process's connections to the other ranks of the model. Exists until the process ends.
 class RankGroup {
  public:
-  // Meets the others; starts them first when the place says so, with the arguments of this program. Throws RankFailure
-  // that names who did not come.
-  RankGroup(RankPlace place, const std::vector<std::string>& args, const RendezvousOptions& options);
+  // Connects to the other ranks. With config.spawns_ranks, starts them first, with the arguments of this program.
+  // Throws RankFailure with the ranks that did not connect.
+  RankGroup(RankConfig config, const std::vector<std::string>& args, const RendezvousOptions& options);
   ~RankGroup();
 
-  const RankPlace& place() const { return place_; }  // with the store's port
+  const RankConfig& config() const { return config_; }  // with the store's port
   RankLink& link() { return *link_; }
   RankProcesses& processes() { return processes_; }
 
  private:
   void open_store(const RendezvousOptions& options);
-  std::map<int64_t, Socket> gather(const std::vector<std::string>& args, const RendezvousOptions& options);
-  // Which rank has come; nothing for what is none.
-  std::optional<int64_t> admit(const Socket& socket, const std::map<int64_t, Socket>& present) const;
-  Socket reach_leader(const RendezvousOptions& options);
-  std::string link_key() const { return place_.store_prefix + "/link"; }
+  std::map<int64_t, Socket> accept_ranks(const std::vector<std::string>& args, const RendezvousOptions& options);
+  // Reads the hello frame and returns the rank; nullopt when the connection is not from a rank.
+  std::optional<int64_t> accept_hello(const Socket& socket, const std::map<int64_t, Socket>& present) const;
+  Socket connect_to_leader(const RendezvousOptions& options);
+  std::string link_key() const { return config_.store_prefix + "/link"; }
 
-  RankPlace place_;
+  RankConfig config_;
   RankProcesses processes_;
   std::unique_ptr<c10d::TCPStore> store_;
   std::unique_ptr<RankLink> link_;

@@ -24,7 +24,7 @@ json difference(const json& now, const json& before) {
   return result;
 }
 
-// Two all-reduces of equal size in each layer, one more for the embedding.
+// Each layer has two all-reduces of equal size. The embedding's has that size too, so the mean is exact.
 double bytes_per_layer_and_step(const json& traffic) {
   if (!traffic.contains("all_reduce") || traffic["all_reduce"]["calls"] == 0) return 0;
   return 2 * traffic["all_reduce"]["bytes"].get<double>() / traffic["all_reduce"]["calls"].get<double>();
@@ -32,28 +32,28 @@ double bytes_per_layer_and_step(const json& traffic) {
 
 }  // namespace
 
-void agree(RankGroup& ranks, const json& info, std::chrono::milliseconds limit) {
+void check_ranks_agree(RankGroup& ranks, const json& info, std::chrono::milliseconds limit) {
   RankLink& link = ranks.link();
   if (link.rank() != 0) {
     link.send(0, FrameType::kRankInfo, info.dump());
-    link.receive(0);  // no limit of its own: this rank may have loaded long before rank 0
+    link.receive(0);  // no time limit: this rank may have loaded long before rank 0
     return;
   }
   const Deadline deadline(limit);
-  for (int64_t rank = 1; rank < ranks.place().size; ++rank) {
+  for (int64_t rank = 1; rank < ranks.config().size; ++rank) {
     const json other = json::parse(link.receive(rank, deadline, "did not load the model").payload);
     const std::string problem = describe_difference(info, other, rank);
     if (problem.empty()) continue;
     link.abort(problem);
     throw RankFailure(problem);
   }
-  link.send_all(FrameType::kGo);
+  link.send_all(FrameType::kStart);
 }
 
-LeaderModel::LeaderModel(StepExecutor executor, RankGroup& ranks, std::function<void()> leave)
+LeaderModel::LeaderModel(StepExecutor executor, RankGroup& ranks, std::function<void()> leave_group)
     : model_(std::move(executor), this),
       ranks_(ranks),
-      leave_(std::move(leave)),
+      leave_group_(std::move(leave_group)),
       traffic_before_(std::make_unique<json>(json::parse(model_.executor().model().traffic_json()))) {}
 
 LeaderModel::~LeaderModel() = default;
@@ -77,11 +77,11 @@ std::string LeaderModel::stats_json() {
   json stats = json::parse(model_.stats_json());
   json others = json::array();
   ranks_.link().send_all(FrameType::kAskStats);
-  for (int64_t rank = 1; rank < ranks_.place().size; ++rank) {
-    others.push_back(json::parse(ranks_.link().receive(rank, kStatsLimit, "did not tell its stats").payload));
+  for (int64_t rank = 1; rank < ranks_.config().size; ++rank) {
+    others.push_back(json::parse(ranks_.link().receive(rank, kStatsLimit, "did not send its stats").payload));
   }
   const json traffic = difference(json::parse(model_.executor().model().traffic_json()), *traffic_before_);
-  stats["tensor_parallel"] = {{"size", ranks_.place().size},
+  stats["tensor_parallel"] = {{"size", ranks_.config().size},
                               {"num_steps", num_steps_},
                               {"num_tokens", num_tokens_},
                               {"num_logits", num_logits_},
@@ -95,12 +95,12 @@ void LeaderModel::shutdown() {
   RankLink& link = ranks_.link();
   link.send_all(FrameType::kEnd);
   model_.shutdown();
-  leave_();
-  for (int64_t rank = 1; rank < ranks_.place().size; ++rank) link.receive(rank, kEndLimit, "did not end");
+  leave_group_();
+  for (int64_t rank = 1; rank < ranks_.config().size; ++rank) link.receive(rank, kEndLimit, "did not end");
   ranks_.processes().wait(kEndLimit);
 }
 
-void follow(RankGroup& ranks, StepExecutor executor, const std::function<void()>& leave) {
+void follow(RankGroup& ranks, StepExecutor executor, const std::function<void()>& leave_group) {
   RankLink& link = ranks.link();
   while (true) {
     const Frame frame = link.receive(0);
@@ -122,7 +122,7 @@ void follow(RankGroup& ranks, StepExecutor executor, const std::function<void()>
     }
   }
   executor.model().shutdown();
-  leave();
+  leave_group();
   link.send(0, FrameType::kEnd);
 }
 

@@ -31,7 +31,7 @@ Addresses resolve(const std::string& host, int64_t port, int flags) {
 
 void prepare(int fd) {
   const int on = 1;
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // steps are small and must not wait
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // sends small step frames at once
 }
 
 bool wait_for(int fd, short events, std::chrono::milliseconds limit) {

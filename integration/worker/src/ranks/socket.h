@@ -1,4 +1,4 @@
-// TCP between ranks: a listening end, and connections with time limits.
+// TCP sockets between ranks, with time limits on accept, connect and write.
 #pragma once
 
 #include <chrono>
@@ -10,7 +10,7 @@ namespace xllm::worker {
 
 using Clock = std::chrono::steady_clock;
 
-// An owned descriptor.
+// Owns a file descriptor.
 class Socket {
  public:
   Socket() = default;
@@ -29,13 +29,13 @@ class Socket {
 // Listens on a free port of the interface that `host` names. Throws std::runtime_error.
 std::pair<Socket, int64_t> listen_on(const std::string& host);
 
-// The next connection; an empty socket when none comes within `limit`.
+// Accepts the next connection. Returns an empty socket when none arrives within `limit`.
 Socket accept_within(const Socket& listener, std::chrono::milliseconds limit);
 
-// Throws std::runtime_error when nobody answers within `limit`.
+// Retries until `limit`, then throws std::runtime_error.
 Socket connect_to(const std::string& host, int64_t port, std::chrono::milliseconds limit);
 
-// Writes everything; false when the other end has gone or takes nothing for `limit`.
+// Writes all bytes. Returns false when the peer has closed the connection or reads nothing for `limit`.
 bool write_all(const Socket& socket, const std::string& bytes, std::chrono::milliseconds limit);
 
 }  // namespace xllm::worker

@@ -7,7 +7,7 @@ namespace xllm::worker {
 
 namespace {
 
-// Of one entry: cached tokens, wants logits, new tokens, pages; then those tokens and pages.
+// Header of an entry: num_cached, wants_logits, number of new tokens, number of pages. Tokens and pages follow.
 constexpr size_t kEntryHeader = 4;
 
 }  // namespace
@@ -30,7 +30,7 @@ DecodedStep::DecodedStep(std::string_view bytes) : numbers_(bytes.size() / sizeo
   std::memcpy(numbers_.data(), bytes.data(), numbers_.size() * sizeof(int32_t));
   std::span<const int32_t> rest = numbers_;
   const auto take = [&](size_t count) {
-    if (rest.size() < count) throw std::runtime_error("a step from rank 0 is cut off");
+    if (rest.size() < count) throw std::runtime_error("a step frame from rank 0 is truncated");
     const std::span<const int32_t> taken = rest.first(count);
     rest = rest.subspan(count);
     return taken;

@@ -1,4 +1,4 @@
-// A step's description as bytes, from rank 0 to the others.
+// Encodes a step's batch entries as bytes, which rank 0 sends to the other ranks.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace xllm::worker {
 
 std::string encode_step(std::span<const BatchEntry> entries);
 
-// Owns what the entries refer to. Throws std::runtime_error for bytes that encode_step did not make.
+// Owns the memory that the entries refer to. Throws std::runtime_error for truncated bytes.
 class DecodedStep {
  public:
   explicit DecodedStep(std::string_view bytes);

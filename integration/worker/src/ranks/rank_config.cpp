@@ -1,4 +1,4 @@
-#include "ranks/place.h"
+#include "ranks/rank_config.h"
 
 #include <charconv>
 #include <cstdlib>
@@ -22,7 +22,7 @@ void check_same(const char* flag, const std::string& given, const char* variable
                     " in the environment");
 }
 
-std::optional<RankPlace> place_of_environment(const WorkerOptions& options, const Environment& environment) {
+std::optional<RankConfig> rank_config_from_environment(const WorkerOptions& options, const Environment& environment) {
   const auto rank = environment("RANK");
   const auto size = environment("WORLD_SIZE");
   const auto host = environment("MASTER_ADDR");
@@ -32,17 +32,17 @@ std::optional<RankPlace> place_of_environment(const WorkerOptions& options, cons
   if (options.tp_rank) check_same("tp_rank", std::to_string(*options.tp_rank), "RANK", *rank);
   if (!options.tp_host.empty()) check_same("tp_host", options.tp_host, "MASTER_ADDR", *host);
   if (options.tp_port) check_same("tp_port", std::to_string(*options.tp_port), "MASTER_PORT", *port);
-  RankPlace place;
-  place.rank = read_number("RANK", *rank);
-  place.size = read_number("WORLD_SIZE", *size);
-  place.host = *host;
-  place.port = read_number("MASTER_PORT", *port);
+  RankConfig config;
+  config.rank = read_number("RANK", *rank);
+  config.size = read_number("WORLD_SIZE", *size);
+  config.host = *host;
+  config.port = read_number("MASTER_PORT", *port);
   const auto local_rank = environment("LOCAL_RANK");
-  place.local_rank = local_rank ? read_number("LOCAL_RANK", *local_rank) : place.rank;
-  place.store_is_served = environment("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  // A restart by the agent finds the keys of the run that failed.
-  place.store_prefix = "xllm_worker/" + environment("TORCHELASTIC_RESTART_COUNT").value_or("0");
-  return place;
+  config.local_rank = local_rank ? read_number("LOCAL_RANK", *local_rank) : config.rank;
+  config.uses_agent_store = environment("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  // After a restart, the agent's store still has the keys of the failed run.
+  config.store_prefix = "xllm_worker/" + environment("TORCHELASTIC_RESTART_COUNT").value_or("0");
+  return config;
 }
 
 }  // namespace
@@ -52,26 +52,26 @@ std::optional<std::string> process_environment(const char* name) {
   return value == nullptr ? std::nullopt : std::optional<std::string>(value);
 }
 
-RankPlace resolve_place(const WorkerOptions& options, const Environment& environment) {
-  RankPlace place;
-  if (const auto found = place_of_environment(options, environment)) {
-    place = *found;
+RankConfig resolve_rank_config(const WorkerOptions& options, const Environment& environment) {
+  RankConfig config;
+  if (const auto found = rank_config_from_environment(options, environment)) {
+    config = *found;
   } else {
-    place.size = options.tp_size.value_or(1);
-    place.rank = place.local_rank = options.tp_rank.value_or(0);
-    place.host = options.tp_host.empty() ? "127.0.0.1" : options.tp_host;
-    place.port = options.tp_port.value_or(0);
-    place.starts_others = place.size > 1 && !options.tp_rank;
-    place.store_prefix = "xllm_worker/0";
-    if (options.tp_rank && place.size > 1 && !options.tp_port) {
-      throw OptionError("--tp_rank needs --tp_port, the port where the ranks meet");
+    config.size = options.tp_size.value_or(1);
+    config.rank = config.local_rank = options.tp_rank.value_or(0);
+    config.host = options.tp_host.empty() ? "127.0.0.1" : options.tp_host;
+    config.port = options.tp_port.value_or(0);
+    config.spawns_ranks = config.size > 1 && !options.tp_rank;
+    config.store_prefix = "xllm_worker/0";
+    if (options.tp_rank && config.size > 1 && !options.tp_port) {
+      throw OptionError("--tp_rank needs --tp_port, the port of rank 0's store");
     }
   }
-  if (place.size < 1 || place.rank >= place.size) {
-    throw OptionError("rank " + std::to_string(place.rank) + " is outside of the " + std::to_string(place.size) +
-                      " ranks of tp_size");
+  if (config.size < 1 || config.rank >= config.size) {
+    throw OptionError("rank " + std::to_string(config.rank) + " is out of range for " + std::to_string(config.size) +
+                      " ranks");
   }
-  return place;
+  return config;
 }
 
 }  // namespace xllm::worker
