@@ -226,7 +226,7 @@ int join_and_shut_down(const std::string& model_path, const std::string& executa
 
 int join_twice(const std::string& executable) {
   initialize_python(executable);
-  return hosts::beside_another_thread([&] { PythonRuntime::start({.executable = executable}); });
+  return hosts::call_on_two_threads([&] { PythonRuntime::start({.executable = executable}); });
 }
 
 int join_and_shut_down_twice(const std::string& model_path, const std::string& executable) {
@@ -234,7 +234,7 @@ int join_and_shut_down_twice(const std::string& model_path, const std::string& e
   PythonRuntime::start({.executable = executable});
   SmallHost host(model_path);
   host.steps(3);
-  return hosts::beside_another_thread([] { PythonRuntime::shutdown(); });
+  return hosts::call_on_two_threads([] { PythonRuntime::shutdown(); });
 }
 
 using Scenarios = std::map<std::string, std::function<int()>>;
@@ -247,9 +247,9 @@ Scenarios without_host(const std::string& model_path) {
       {"where", where},
       {"compatible", [=] { return compatible_order(model_path); }},
       {"shutdown_first", [=] { return after_shutdown(model_path); }},
-      {"shutdown_beside_steps", [=] { return hosts::shutdown_beside_steps(model_path); }},
+      {"shutdown_during_steps", [=] { return hosts::shutdown_during_steps(model_path); }},
       {"leave_a_thread_in_steps", [=] { return hosts::leave_a_thread_in_steps(model_path); }},
-      {"exit_in_mid_destruction", [=] { return hosts::exit_in_mid_destruction(model_path); }},
+      {"exit_during_a_destructor", [=] { return hosts::exit_during_a_destructor(model_path); }},
       {"constructor_error",
        [=] {
          return print_error([&] { SmallHost host(model_path + "/nowhere"); }) +
@@ -266,8 +266,8 @@ Scenarios with_host(SmallHost& host, const std::string& argument) {
       {"shutdown_in_a_static_destructor", [&] { return shutdown_in_a_static_destructor(host); }},
       {"steps_on_another_thread", [=] { return std::thread(steps, std::stoi(argument)).join(), 0; }},
       {"steps_on_python_threads", [&] { return hosts::steps_on_python_threads(host); }},
-      {"exit_from_main", [&] { return hosts::exit_in_mid_step(host, true); }},
-      {"exit_from_thread", [&] { return hosts::exit_in_mid_step(host, false); }},
+      {"exit_from_main", [&] { return hosts::exit_during_a_step(host, true); }},
+      {"exit_from_thread", [&] { return hosts::exit_during_a_step(host, false); }},
       {"execute_error", [&, steps] { return print_error([&] { (void)host.step(1 << 20); }) + steps(10); }},
       {"threads", [&] { return hosts::threads(host, std::stod(argument)); }},
       {"gil_loss", [&] { return hosts::gil_loss(host, std::stod(argument)); }},
@@ -280,6 +280,9 @@ int run(const std::string& model_path, const std::string& executable, const std:
         const std::string& argument) {
   if (scenario == "race") {
     return hosts::race();
+  }
+  if (scenario == "leak") {
+    return hosts::leak();
   }
   if (scenario == "join" || scenario == "join_other") {
     return join(model_path, executable, scenario == "join" ? executable : "/usr/bin/env");

@@ -21,7 +21,7 @@ namespace hosts {
 using xllm::executor::PythonRuntime;
 using Clock = std::chrono::steady_clock;
 
-int exit_in_mid_step(SmallHost& host, bool from_main) {
+int exit_during_a_step(SmallHost& host, bool from_main) {
   std::atomic<int> done{0};
   const auto run_for_ever = [&] {
     for (;;) {
@@ -82,7 +82,7 @@ int threads(SmallHost& host, double seconds) {
 }
 
 int gil_loss(SmallHost& host, double seconds) {
-  const auto count_beside = [&](const std::function<void()>& step) {
+  const auto count_during = [&](const std::function<void()>& step) {
     std::atomic<bool> stop{false};
     int64_t count = 0;
     std::thread stepper([&] {
@@ -114,18 +114,18 @@ int gil_loss(SmallHost& host, double seconds) {
   };
   double best = 0;
   for (int repeat = 0; repeat < 3; ++repeat) {
-    const double beside_python = count_beside([&] { (void)host.step(); });
-    best = std::max(best, beside_python / count_beside(burn));
+    const double during_python = count_during([&] { (void)host.step(); });
+    best = std::max(best, during_python / count_during(burn));
   }
   std::printf("{\"ratio\": %.3f, \"step_us\": %.1f}\n", best,
               std::chrono::duration<double, std::micro>(one_step).count());
   return 0;
 }
 
-int shutdown_beside_steps(const std::string& model_path) {
+int shutdown_during_steps(const std::string& model_path) {
   constexpr int kNumThreads = 3;
   std::mutex lock;
-  std::unique_ptr<SmallHost> left;  // by the thread that made it, to the next one, which destroys it
+  std::unique_ptr<SmallHost> previous;  // created by one thread, destroyed by the next
   std::vector<std::string> refusals;
   std::atomic<int> rounds{0};
   std::vector<std::thread> pool;
@@ -138,7 +138,7 @@ int shutdown_beside_steps(const std::string& model_path) {
           (void)host->executor().metrics();
           {
             const std::lock_guard guard(lock);
-            host.swap(left);
+            host.swap(previous);
           }
           ++rounds;
         }
@@ -155,7 +155,7 @@ int shutdown_beside_steps(const std::string& model_path) {
   for (std::thread& thread : pool) {
     thread.join();
   }
-  left.reset();
+  previous.reset();
   for (const std::string& refusal : refusals) {
     std::printf("%s\n", refusal.c_str());
   }
@@ -185,7 +185,7 @@ int shutdown_with_the_gil(SmallHost& host) {
   return 0;
 }
 
-int beside_another_thread(const std::function<void()>& call) {
+int call_on_two_threads(const std::function<void()>& call) {
   const auto make = [&] {
     try {
       call();
@@ -223,7 +223,7 @@ for _ in range(5):
 
 int leave_a_thread_in_steps(const std::string& model_path) {
   static std::atomic<int> done{0};
-  auto* host = new SmallHost(model_path);  // the thread's  NOLINT(cppcoreguidelines-owning-memory)
+  auto* host = new SmallHost(model_path);  // owned by the detached thread  NOLINT(cppcoreguidelines-owning-memory)
   std::thread([host] {
     try {
       for (;; ++done) {
@@ -240,18 +240,18 @@ int leave_a_thread_in_steps(const std::string& model_path) {
   return 0;
 }
 
-int exit_in_mid_destruction(const std::string& model_path) {
+int exit_during_a_destructor(const std::string& model_path) {
   auto host = std::make_unique<SmallHost>(model_path);
   {
     const pybind11::gil_scoped_acquire gil;
     pybind11::exec(R"(
 import sys, time, xllm_executor
 
-def say_so(self):
+def report(self):
     time.sleep(1)
     print("destroyed", file=sys.stderr)
 
-xllm_executor.ModelExecutor.__del__ = say_so
+xllm_executor.ModelExecutor.__del__ = report
 )");
   }
   std::atomic<bool> begun{false};
@@ -273,6 +273,14 @@ int race() {
   ++unguarded;
   other.join();
   return unguarded == 2 ? 0 : 1;
+}
+
+int leak() {
+  int* volatile block = nullptr;
+  for (int i = 0; i < 10; ++i) {
+    block = new int[1000]();  // NOLINT(cppcoreguidelines-owning-memory)
+  }
+  return block != nullptr ? 0 : 1;
 }
 
 }  // namespace hosts

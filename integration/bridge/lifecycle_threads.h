@@ -8,41 +8,42 @@
 
 namespace hosts {
 
-// One thread runs steps for ever; another leaves the process meanwhile.
-int exit_in_mid_step(SmallHost& host, bool from_main);
+// One thread runs steps in an endless loop; another one calls exit during a step.
+int exit_during_a_step(SmallHost& host, bool from_main);
 
-// Steps on one thread, health on another, and two that take a lock of the host and work, the way a scheduler and a device
-// queue do: the lock is held around a step by one, and around nothing that calls Python by the others. Prints how much
-// got done.
+// Runs four threads for `seconds`: one holds a host lock around each step, one reads statistics and metrics without the
+// lock, and two do C++ work under the lock, as a scheduler and a device queue do. A deadlock between the lock and the GIL
+// would hang. Prints the number of steps and of work items.
 int threads(SmallHost& host, double seconds);
 
-// Measures C++ work of a thread during Python steps, relative to that during a call that uses as much CPU
-// time without Python. Prints the ratio.
+// Measures a C++ thread's work during Python steps on another thread, relative to its work while the other thread burns
+// as much CPU time without Python. Prints the ratio.
 int gil_loss(SmallHost& host, double seconds);
 
-// Hosts made, used and destroyed on different threads, until the first thread shuts Python down in the middle of it:
-// calls that run are waited for, and every thread is refused its next one. Prints each thread's error.
-int shutdown_beside_steps(const std::string& model_path);
+// Creates, uses and destroys hosts on several threads until the first thread calls shutdown. Running calls complete, and
+// every thread's next call throws. Prints each thread's error.
+int shutdown_during_steps(const std::string& model_path);
 
-// Steps on another thread while this one, which holds the GIL as a host that runs Python itself may, shuts Python down.
-// Prints the other thread's error.
+// Calls shutdown on this thread, which holds the GIL, while another thread runs steps. Prints the other thread's error.
 int shutdown_with_the_gil(SmallHost& host);
 
-// Makes a call on this thread, which holds the GIL, and on another one without it, which comes first and needs the GIL to
-// get on. Prints their errors.
-int beside_another_thread(const std::function<void()>& call);
+// Makes the same call on two threads: first on one without the GIL, which needs it to finish, then on this one, which
+// holds it. Prints their errors.
+int call_on_two_threads(const std::function<void()>& call);
 
-// Steps on threads that Python makes and ends, one after the other, which call the host without the GIL.
+// Runs steps on threads that Python creates and joins one after the other; they call the host without the GIL.
 int steps_on_python_threads(SmallHost& host);
 
-// Returns while a thread of its own runs steps for ever.
+// Starts a thread that runs steps in an endless loop, and returns.
 int leave_a_thread_in_steps(const std::string& model_path);
 
-// Leaves the process while another thread destroys a host whose destruction takes a while and says on stderr when it is
-// done.
-int exit_in_mid_destruction(const std::string& model_path);
+// Calls exit while another thread destroys a host. The destructor takes a second, then prints to stderr.
+int exit_during_a_destructor(const std::string& model_path);
 
-// Two threads that write one number without a lock, and no Python: what a thread sanitizer must report.
+// Plants a data race without Python, which a thread sanitizer must report.
 int race();
+
+// Plants a memory leak without Python, which a leak sanitizer must report.
+int leak();
 
 }  // namespace hosts

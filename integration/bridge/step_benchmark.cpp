@@ -5,7 +5,7 @@
 // baseline: a pybind11 call of a Python function with two tensors that Python has not seen yet.
 // step: PyExecutor::execute with an executor in Python that reads every core field and does nothing else; tokens,
 // positions, indices and all metadata tensors are new to Python in each step, and so is the view.
-// Both take the GIL per call, as a host's thread does. The tensors lie on DEVICE, but for the host mirrors. Tensors are
+// Both take the GIL per call, as a host's thread does. The tensors are on DEVICE, except the host mirrors. Tensors are
 // made outside of the timed part: making them is the host's cost whatever it calls. Prints one JSON object.
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>

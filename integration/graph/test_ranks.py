@@ -119,7 +119,9 @@ def test_tokens_of_two_ranks_are_those_of_one(
     sweep = load("sweep")
     measured = sweep.run(sweep.parse(command.split()))
     two = measured["groups"][1]["stats"]
-    expected = "gloo, for ranks 0 and 1 share one device" if device == "cuda:0" else "symmetric memory, sums one-shot"
+    expected = (
+        "gloo, because ranks 0 and 1 share one device" if device == "cuda:0" else "symmetric memory, sums one-shot"
+    )
     assert two["eager"]["groups"]["tp"]["transport"].startswith(expected)
     assert set(two["piecewise"]["steps"]) == {"piecewise"}
     for row in measured["rows"]:

@@ -1,4 +1,4 @@
-"""The bridge as a host outside the repository builds and drives it: find_package alone, no copies, errors as text."""
+"""The bridge in a host outside the repository: built by find_package, no tensor copies, Python errors as C++ errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_host(hosts: Path, run_program: RunHost) -> RunHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """What the host printed, in order, and what Python recorded."""
+    """The host's output lines in order, and the lines that the recorder wrote in Python."""
 
     lines: list[dict[str, Any]]
     record: list[dict[str, Any]]
@@ -93,12 +93,13 @@ def test_one_execute_and_one_plan_a_step(drive: Drive) -> None:
     (stats,) = [line["stats"] for line in drive.lines if "stats" in line]
     assert stats["steps"] == {"eager": 3}
     assert stats["plans"] == [3]
-    # Three steps, one of the refused step's successor and one of another thread; the refused step reaches no model.
+    # The three steps, one after the refused step, and one on another thread. The refused step does not reach the model.
     assert len(drive.events("forward")) == 5
 
 
 def test_a_view_kept_past_its_step_raises(drive: Drive) -> None:
     kept = [plan["kept_view"] for plan in drive.events("plan")]
+    assert len(kept) == 5
     assert kept[0] is None
     assert all("attention metadata was read after its step (slot_mapping)" in text for text in kept[1:])
 
@@ -142,7 +143,7 @@ def test_an_environment_that_does_not_fit_is_one_clear_error(
 
 
 def test_a_missing_package_is_named(run_host: RunHost, tmp_path: Path) -> None:
-    """A bare environment: the interpreter starts, the import fails, the message says which environment lacks what."""
+    """In an environment without packages the start fails at an import; the error names environment and package."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     result = run_host("nowhere", tmp_path / "bare" / "bin" / "python", ".", "start")
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""The bridge builds with what hosts have: another generator, another CMake, Debug; and packages that fit together."""
+"""Builds of the bridge with another generator, another CMake and Debug; versions and metadata of the packages."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_versions_are_in_lockstep() -> None:
     versions = {project(package)["version"] for package in PACKAGES}
     assert len(versions) == 1
     (version,) = versions
-    for package in PACKAGES:
-        ours = [text for text in project(package)["dependencies"] if text.startswith("xllm-")]
-        assert all(text.endswith(f"=={version}") for text in ours), ours
+    pins = [pin for package in PACKAGES for pin in project(package)["dependencies"] if pin.startswith("xllm-")]
+    assert pins
+    assert all(pin.endswith(f"=={version}") for pin in pins), pins
 
 
 @pytest.mark.parametrize("package", PACKAGES)

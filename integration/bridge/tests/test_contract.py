@@ -1,4 +1,4 @@
-"""The C++ side of the contract: reflection to dicts and back, mirrors, devices, and what a step costs in tensors."""
+"""The C++ side of the contract: structs to dicts and back, host mirrors, the current device, no allocation per step."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_reflected_structs_cross_and_come_back(ask: Ask) -> None:
 
 
 def test_model_args_are_what_a_model_says(ask: Ask) -> None:
-    """Whatever to_model_args may hold, rope variants included, has its property in C++."""
+    """Every key of to_model_args, rope variants included, is a property in C++."""
     base = {
         "model_type": "llama", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
         "num_attention_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": [2, 3],
@@ -236,7 +236,7 @@ def test_mirrors_that_cannot_be_completed_are_named(error_of: Ask, value: Any, e
 
 
 def test_python_runs_with_the_models_device_as_the_current_one(ask: Ask) -> None:
-    """A host's thread may have another device current, and keeps it. The devices are made up."""
+    """The host's thread has another current device before and after each call. The devices are fakes."""
     calls = ("load_weights", "executor", "bind_kv_caches", "warmup", "execute", "logits", "shutdown")
     assert ask("devices", None) == dict.fromkeys(calls, 2) | {"here": 1}
 

@@ -40,7 +40,7 @@ def made_by_us(trace: str) -> bool:
     for frame in trace.splitlines():
         if re.search(r" (Include|Modules|Objects|Parser|Python)/|libpython|libtorch_python", frame):
             return False
-        if "xllm::" in frame:
+        if re.search("xllm::|hosts::", frame):
             return True
     return False
 
@@ -64,14 +64,15 @@ def test_no_misuse_of_memory_and_no_undefined_behaviour(
         "OMP_NUM_THREADS": "1",
     }
     lifecycle = (programs / "lifecycle_host", small_checkpoint, sys.executable)
-    scenarios = ("compatible", "shutdown_first", "shutdown_beside_steps", "sink")
+    scenarios = ("compatible", "shutdown_first", "shutdown_during_steps", "sink")
     drive = (programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
-    runs = run_two_at_a_time(
-        [drive, *((*lifecycle, scenario) for scenario in scenarios), (*lifecycle, "threads", 1)],
+    planted, *runs = run_two_at_a_time(
+        [(*lifecycle, "leak"), drive, *((*lifecycle, scenario) for scenario in scenarios), (*lifecycle, "threads", 1)],
         XLLM_RECORD=str(tmp_path / "record.jsonl"), **environment,
     )  # fmt: skip
     request = json.dumps({"call": "sample", "value": SAMPLE}) + "\n"
     contract = run_program(programs / "contract_host", sys.executable, stdin=request, timeout=300, **environment)
+    assert [trace for trace in planted.stderr.split("\n\n") if "leak of" in trace and made_by_us(trace)], planted.stderr
     for run in (*runs, contract):
         assert run.returncode == 0, run.stderr
         assert "runtime error" not in run.stderr, run.stderr
@@ -103,9 +104,9 @@ def test_no_data_races(
     prefix = without_randomized_addresses()
     lifecycle = (*prefix, programs / "lifecycle_host", small_checkpoint, sys.executable)
     scenarios: list[tuple[object, ...]] = [
-        *(("threads", 1), ("shutdown_beside_steps",), ("join_and_shut_down",), ("gil_loss", 0.2)),
+        *(("threads", 1), ("shutdown_during_steps",), ("join_and_shut_down",), ("gil_loss", 0.2)),
         *(("join_twice",), ("join_and_shut_down_twice",), ("steps_on_python_threads",)),
-        *(("exit_from_main",), ("exit_from_thread",), ("exit_in_mid_destruction",)),
+        *(("exit_from_main",), ("exit_from_thread",), ("exit_during_a_destructor",)),
     ]
     drive = (*prefix, programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
     planted, *runs = run_two_at_a_time(

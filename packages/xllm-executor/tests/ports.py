@@ -34,7 +34,7 @@ class ReadsPositions(Sound):
         return hidden * 2 if positions.max() > 5 else hidden
 
 
-class KeepsATensor(Sound):
+class CountsCalls(Sound):
     """Counts its calls in Python, which a replay does not see."""
 
     num_calls = 0

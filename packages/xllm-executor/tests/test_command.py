@@ -1,4 +1,4 @@
-"""`python -m xllm_executor`: the CMake folder, and the doctor's findings."""
+"""`python -m xllm_executor`: the CMake directory, and `doctor`."""
 
 from __future__ import annotations
 
@@ -38,5 +38,7 @@ def test_the_doctor_reports_a_missing_package(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_call_without_a_request_is_an_error() -> None:
-    assert run().returncode == 2
-    assert run("--cmakedir", "doctor").returncode == 2
+    for arguments in ((), ("--cmakedir", "doctor")):
+        result = run(*arguments)
+        assert result.returncode == 2
+        assert "give either --cmakedir or a command, doctor or check" in result.stderr

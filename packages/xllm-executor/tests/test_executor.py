@@ -1,4 +1,4 @@
-"""ModelExecutor: order of calls, what a step returns, what it counts, and what it refuses."""
+"""ModelExecutor: order of calls, results and counters of a step, and refused inputs."""
 
 from __future__ import annotations
 
@@ -146,13 +146,16 @@ def test_a_refused_step_leaves_the_executor_usable(model: CausalLM, make_caches:
     ("arguments", "message"),
     [
         ((TOKENS.long(), POSITIONS, STEP), r"tokens is \[4\] int64; it must be \[T\] int32"),
-        ((TOKENS, torch.zeros(3, 4).int(), STEP), r"positions is \[3, 4\] int32; multi-axis positions are not served"),
+        (
+            (TOKENS, torch.zeros(3, 4).int(), STEP),
+            r"positions is \[3, 4\] int32; multi-axis positions are not supported",
+        ),
         ((TOKENS, POSITIONS[:3], STEP), r"positions is \[3\] int32; it must be \[4\] int32, as tokens"),
         (
             (TOKENS, POSITIONS, STEP, torch.zeros(2)),
             r"logits_indices is \[2\] float32; it must be \[n\] int32 or int64",
         ),
-        ((TOKENS, POSITIONS, STEP, None, torch.zeros(4, 32)), "inputs_embeds is not served by this version"),
+        ((TOKENS, POSITIONS, STEP, None, torch.zeros(4, 32)), "inputs_embeds is not supported by this version"),
         ((TOKENS[:3], POSITIONS[:3], STEP), "metadata.slot_mapping has 4 entries and tokens 3; they must be equal"),
         (
             (TOKENS, POSITIONS, build_attention_metadata([3], [3], [[1]], page_size=4)),

@@ -1,4 +1,4 @@
-"""ModelExecutor with graphs: which runner takes which step, what is counted, and what the options change."""
+"""ModelExecutor with graphs: the runner of each step, the counters, and the options."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run_all(executor: ModelExecutor) -> list[torch.Tensor]:
 
 def fail_at_last_bucket(bar: object, what: str) -> None:
     if what == "decode_graph 1":
-        raise MemoryError
+        raise MemoryError("at the last bucket")
 
 
 def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -151,7 +151,7 @@ def test_a_warmup_that_fails_may_be_tried_again(
     executor = make_executor(small_model, make_caches, warm=False)
     with monkeypatch.context() as patch:
         patch.setattr(executor_module, "_advance", fail_at_last_bucket)
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError, match="at the last bucket"):
             executor.warmup()
     run_all(executor)
     assert executor.stats()["eager_reasons"] == {"not_warmed_up": 3}
@@ -222,7 +222,7 @@ def test_no_step_but_decode_misses_the_decode_graph(small_model: CausalLM, make_
 
 
 def test_capacity_is_rounded_up_and_the_host_held_to_its_limit(small_model: CausalLM, make_caches: Caches) -> None:
-    """97 to 100 sequences of a limit of 100 have a bucket; the padding rows are nobody's to use."""
+    """With a limit of 100, 97 to 100 sequences have a bucket. The host may not use the padding rows of that bucket."""
     shape = (128, 4, 2, 8)
     executor = ModelExecutor(
         small_model,

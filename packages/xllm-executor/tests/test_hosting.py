@@ -1,4 +1,4 @@
-"""What the bridge asks of Python about the process, without a C++ host: output, figures and the end."""
+"""Output redirection, metrics and shutdown, without a C++ host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = tuple[int, str, str]
 
 @pytest.fixture
 def redirect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Record]]]:
-    """Redirects to a list when called, from inside the test: pytest gives each phase streams of its own."""
+    """Redirects to a list. The test itself calls it, since pytest replaces the streams between set-up and test."""
     root = logging.getLogger()
     handlers = list(root.handlers)
 
@@ -84,7 +84,7 @@ def test_loggers_that_write_to_the_old_streams_write_to_the_sink(
     assert (tmp_path / "log").read_text() == "from filed\n"
 
 
-def test_a_record_that_cannot_be_formatted_is_told_and_does_not_raise(
+def test_a_record_that_cannot_be_formatted_is_reported_and_does_not_raise(
     redirect: Callable[[], list[Record]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", True)

@@ -1,4 +1,4 @@
-"""The ranks' choice of a transport: what decides it, and that all ranks come to the same."""
+"""The choice of a transport: its conditions, and that all ranks choose the same one."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SECOND = replace(FIRST, device="gpu 1")
         ([replace(FIRST, refusal="never"), replace(SECOND, refusal="no")], "rank 0: never"),
     ],
 )
-def test_what_is_against_symmetric_memory(infos: list[RankInfo], reason: str) -> None:
+def test_reasons_against_symmetric_memory(infos: list[RankInfo], reason: str) -> None:
     assert why_not_symmetric(infos) == reason
 
 
-def test_a_rank_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_info(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert local_rank_info(cpu, allowed=True).refusal == "device cpu has no symmetric memory"
     assert local_rank_info(cpu, allowed=False).refusal == "symmetric memory is switched off"
@@ -49,7 +49,7 @@ def test_a_rank_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What is asked of a process group here."""
+    """A process group's rank and size."""
 
     number: int
     count: int
@@ -62,7 +62,7 @@ class Member:
 
 
 class Own:
-    """Stands for the group's own transport."""
+    """Stands in for `GroupTransport`."""
 
     name = "nccl"
 
@@ -75,7 +75,7 @@ Choose = Callable[..., list[tuple[Any, str]]]
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
-    """`choose(infos, make)`: the choice of ranks with these infos, where `make(group)` is symmetric memory's start."""
+    """`choose(infos, make)`: what each rank chooses; `make(group)` stands in for `SymmetricTransport`."""
 
     def choose(infos: Sequence[RankInfo], make: Callable[[Member], object]) -> list[tuple[Any, str]]:
         monkeypatch.setattr(transports, "GroupTransport", Own)
@@ -91,7 +91,9 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
 
 def test_ranks_that_can_share_memory_do(choose: Choose) -> None:
     rule = TransportRule.measured(2)
-    for rank, (transport, description) in enumerate(choose([FIRST, SECOND], lambda group: f"symmetric {group.number}")):
+    choices = choose([FIRST, SECOND], lambda group: f"symmetric {group.number}")
+    assert len(choices) == 2
+    for rank, (transport, description) in enumerate(choices):
         assert transport == f"symmetric {rank}"
         assert description == (
             f"symmetric memory, sums one-shot up to {rule.one_shot_max_bytes} bytes, two-shot up to "
@@ -99,21 +101,25 @@ def test_ranks_that_can_share_memory_do(choose: Choose) -> None:
         )
 
 
-def test_one_ranks_facts_decide_for_all_before_any_memory_is_made(choose: Choose) -> None:
+def test_one_ranks_info_decides_for_all_before_any_memory_is_made(choose: Choose) -> None:
     def never(group: Member) -> object:
         raise AssertionError
 
-    for transport, description in choose([FIRST, SECOND, FIRST], never):
+    choices = choose([FIRST, SECOND, FIRST], never)
+    assert len(choices) == 3
+    for transport, description in choices:
         assert isinstance(transport, Own)
-        assert description == "nccl, for ranks 0 and 2 share one device"
+        assert description == "nccl, because ranks 0 and 2 share one device"
 
 
-def test_a_rank_that_fails_to_share_memory_takes_the_others_with_it(choose: Choose) -> None:
+def test_one_rank_that_fails_to_share_memory_keeps_all_from_it(choose: Choose) -> None:
     def make(group: Member) -> object:
         if group.number == 1:
             raise RuntimeError("peer access is not supported\nand more")
         return "symmetric"
 
-    for transport, description in choose([FIRST, SECOND], make):
+    choices = choose([FIRST, SECOND], make)
+    assert len(choices) == 2
+    for transport, description in choices:
         assert isinstance(transport, Own)
-        assert description == "nccl, for rank 1 could not share memory: peer access is not supported"
+        assert description == "nccl, because rank 1 could not share memory: peer access is not supported"

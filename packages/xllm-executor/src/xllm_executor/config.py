@@ -17,28 +17,29 @@ class ExecutorConfig:
     """Options of a `ModelExecutor`.
 
     Attributes:
-        python_graph_backend: how steps are captured. `off`: not at all. `cudagraphs`: decode as full graphs, all else
-            piecewise, on CUDA. `piecewise`: every step piecewise. `recorded`, or the name of another graph runtime: as
-            `cudagraphs`, on that runtime. Any other name is that of a torch.compile backend.
-        graph_runtime: the graph runtime of `piecewise`; empty takes the one for CUDA.
-        graph_buckets: numbers of sequences to capture decode graphs for, such as "1,2,4,8"; empty takes 1, 2, 4, 8,
-            then steps of 16 up to the first that holds max_seqs_per_batch.
-        graph_token_budget: number of tokens that piecewise graphs are captured for, rounded up to a bucket; a step of
-            more than that runs eagerly.
-        graph_cut_ops: names of ops that piecewise graphs leave to eager execution, such as "xllm::silu_and_mul", with
-            commas between them, where the device cannot capture them. Decode then runs piecewise too.
-        graph_cut_collectives: the same for all collectives, for a process group whose backend cannot be captured, such
-            as gloo on CUDA.
+        python_graph_backend: how steps are captured. `off`: eager execution. `cudagraphs`: full CUDA graphs for decode,
+            piecewise CUDA graphs for all other steps. `piecewise`: piecewise graphs for every step. `recorded`, or the
+            name of another graph runtime: like `cudagraphs`, on that runtime. Any other value names a torch.compile
+            backend.
+        graph_runtime: the graph runtime of `piecewise`; empty means CUDA graphs.
+        graph_buckets: numbers of sequences to capture decode graphs for, such as "1,2,4,8". Empty means 1, 2, 4, 8,
+            then multiples of 16 until one holds max_seqs_per_batch.
+        graph_token_budget: largest number of tokens in a piecewise graph, rounded up to a bucket. Larger steps run
+            eagerly.
+        graph_cut_ops: comma-separated names of ops that cannot be captured, such as "xllm::silu_and_mul". Piecewise
+            graphs are split at them and they run eagerly. Decode then runs piecewise too.
+        graph_cut_collectives: splits piecewise graphs at every collective in the same way, for a process group whose
+            backend cannot be captured, such as gloo on CUDA.
         logits_in_graph: whether decode graphs compute the logits; False for a host that asks for hidden states.
-        eager_is_error: a step that runs eagerly though a graph was asked for is an error.
+        eager_is_error: raise an error when graphs are enabled but no graph can run a step.
         progress: show a progress bar of the warm-up on stderr.
         attention_backend: one of `xllm_attention.available_backends()`, a choice per phase such as
-            "decode=triton,prefill=flashinfer", or `auto`: the best for each step.
-        max_tokens_per_batch: tokens of one step at most.
-        max_model_len: KV length of a sequence at most; 0 takes that which the model was made for, or else its
+            "decode=triton,prefill=flashinfer", or `auto`, which chooses one for each step.
+        max_tokens_per_batch: largest number of tokens in a step.
+        max_model_len: largest KV length of a sequence. 0 means the length that the model was loaded for, or else its
             max_position_embeddings.
-        validate: check every step's metadata against the contract. Reads device tensors back: for debugging.
-            The environment variable XLLM_VALIDATE=1 does the same.
+        validate: check the metadata of every step against the contract, for debugging: it copies device tensors to the
+            host and so synchronizes. The environment variable XLLM_VALIDATE=1 does the same.
     """
 
     python_graph_backend: str = "off"
@@ -72,7 +73,7 @@ class ExecutorConfig:
 
     @property
     def runtime(self) -> str | None:
-        """The graph runtime that the options ask for; None for eager and compiled execution."""
+        """Name of the graph runtime; None for eager execution and torch.compile backends."""
         if self.python_graph_backend == "piecewise":
             return self.graph_runtime or "cuda"
         if self.python_graph_backend == "cudagraphs":
@@ -103,7 +104,7 @@ class ExecutorConfig:
                 f"graph_runtime is {self.graph_runtime!r} with python_graph_backend {self.python_graph_backend!r}; "
                 "only 'piecewise' takes it"
             )
-        # The compiler is asked last: its import takes a second or two.
+        # Compiler names are looked up last: importing torch.compile takes a second or two.
         known = {*GRAPH_BACKENDS, *runtimes}
         if self.python_graph_backend not in known and self.python_graph_backend not in compiler_names():
             raise ValueError(

@@ -40,11 +40,11 @@ class ModelExecutor:
     Args:
         model: with its weights loaded.
         config: an `ExecutorConfig`, or a mapping of its fields.
-        max_seqs_per_batch: most sequences per step.
+        max_seqs_per_batch: largest number of sequences in a step.
         graph_passes: applied to the graphs of a torch.compile backend, before the compiler.
 
     Raises:
-        ValueError: a config value or a limit that cannot be served.
+        ValueError: a config value or a limit that is out of range or not supported.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class ModelExecutor:
         num_positions = model.config.num_positions
         if config.max_model_len > num_positions:
             raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {num_positions} positions")
-        # Some rope types allow more than max_position_embeddings, which the option may ask for.
-        served = model.config.max_model_len or model.config.max_position_embeddings
-        self._max_model_len = config.max_model_len or min(served, num_positions)
+        # Some rope types allow more than max_position_embeddings; the option must ask for that explicitly.
+        default = model.config.max_model_len or model.config.max_position_embeddings
+        self._max_model_len = config.max_model_len or min(default, num_positions)
         if max_seqs_per_batch < 1:
             raise ValueError(f"max_seqs_per_batch is {max_seqs_per_batch}; it must be at least 1")
         self._device = model.device
@@ -98,7 +98,7 @@ class ModelExecutor:
 
         Raises:
             RuntimeError: a cache is bound already.
-            ValueError: wrong number of layers, shape, dtype or device, or a graph runtime that does not serve it.
+            ValueError: wrong number of layers, shape, dtype or device, or a graph runtime that does not support it.
         """
         model = self._live()
         if self._num_pages is not None:
@@ -138,7 +138,7 @@ class ModelExecutor:
         logits_indices: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Runs one step. T tokens, n selected rows.
+        """Runs one step of T tokens. Returns logits of n rows, or hidden states.
 
         Inputs must be ready on the current stream and stay unmodified until that stream has passed the step. The result
         is ordered on the same stream.
@@ -146,23 +146,23 @@ class ModelExecutor:
         Args:
             tokens: [T] int32, on the model's device.
             positions: [T] int32, on the model's device.
-            metadata: of the step; a view that C++ passes is readable inside this call only.
-            logits_indices: [n] int32 or int64: rows whose logits are wanted; None asks for hidden states.
-            inputs_embeds: not served by this version; must be None.
+            metadata: of the step; a view that C++ passes is readable only during this call.
+            logits_indices: [n] int32 or int64, the rows to compute logits of; None returns hidden states.
+            inputs_embeds: not supported by this version; must be None.
 
         Returns:
             logits [n, vocab] in the model's dtype, or hidden states [T, hidden]; valid until the next `execute`.
 
         Raises:
             RuntimeError: no cache is bound, the executor was shut down, or `eager_is_error` forbids the step.
-            ValueError: a wrong shape or dtype, an absent field, metadata of another number of tokens, or a step beyond
+            ValueError: a wrong shape or dtype, an absent field, metadata for another number of tokens, or a step beyond
                 the limits. The executor stays usable.
         """
         self._live()
         if self._runners is None or self._num_pages is None:
             raise RuntimeError("execute was called before bind_kv_caches")
         if inputs_embeds is not None:
-            raise ValueError("inputs_embeds is not served by this version; pass token ids")
+            raise ValueError("inputs_embeds is not supported by this version; pass token ids")
         self._check_inputs(tokens, positions, logits_indices)
         try:
             if self._validate:
@@ -243,7 +243,7 @@ class ModelExecutor:
             raise ValueError(f"tokens is {_describe(tokens)}; it must be [T] int32")
         if positions.dim() == 2:
             raise ValueError(
-                f"positions is {_describe(positions)}; multi-axis positions are not served by this version, "
+                f"positions is {_describe(positions)}; multi-axis positions are not supported by this version, "
                 "it must be [T] int32"
             )
         if positions.shape != tokens.shape or positions.dtype is not torch.int32:

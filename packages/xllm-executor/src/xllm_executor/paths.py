@@ -1,4 +1,4 @@
-"""Where the shipped bridge and its CMake package lie."""
+"""Path of the CMake package that ships with the bridge's sources."""
 
 from __future__ import annotations
 

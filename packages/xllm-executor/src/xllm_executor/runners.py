@@ -1,7 +1,6 @@
-"""Which runners an executor's options ask for, and how large what they share must be.
+"""Builds an executor's runners, graph buckets and buffer capacities from its options.
 
-Owns the translation of options into runners. The runners themselves, and the choice between them in a step, belong to
-`xllm_graph`.
+The runners, and the choice between them in a step, belong to `xllm_graph`.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from .config import ExecutorConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes that graphs are captured for, and what a backend must hold so that padding fits."""
+    """The graph buckets, and the capacity that the attention backend needs for a padded step."""
 
-    decode_buckets: tuple[int, ...]  # of sequences; empty where no full graph is asked for
-    token_buckets: tuple[int, ...]  # empty where no piecewise graph is asked for
-    max_num_seqs: int  # padding included
-    max_num_tokens: int  # padding included
+    decode_buckets: tuple[int, ...]  # numbers of sequences, rising; empty without full graphs
+    token_buckets: tuple[int, ...]  # numbers of tokens, rising; empty without piecewise graphs
+    max_num_seqs: int  # including padding
+    max_num_tokens: int  # including padding
 
     @classmethod
     def of(cls, config: ExecutorConfig, max_seqs_per_batch: int, max_model_len: int) -> Sizes:
-        """The sizes that the options ask for. The largest bucket holds the limit: capacity has no cliff."""
+        """The sizes for a config. Default buckets are rounded up, so that a step at the limit still has a graph."""
         decode: tuple[int, ...] = ()
         tokens: tuple[int, ...] = ()
         if config.runtime is not None:
@@ -68,10 +67,10 @@ def make_runners(
     sizes: Sizes,
     passes: Sequence[GraphPass],
 ) -> RunnerSet:
-    """The runners of an executor whose caches are bound, not warmed up yet.
+    """Makes the runners of an executor whose caches are bound; nothing is captured yet.
 
     Raises:
-        ValueError: a graph runtime that does not serve the model's device.
+        ValueError: a graph runtime that does not support the model's device.
     """
     calls = ModelCalls(forward=model.forward, compute_logits=model.compute_logits, backend=backend)
     eager = EagerRunner(calls)

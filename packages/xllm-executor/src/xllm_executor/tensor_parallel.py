@@ -59,24 +59,24 @@ def join(
         if ":" not in device:
             rank_device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(rank_device)  # kernels of the group and of symmetric memory use the current device
-    own = distributed.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    group_store = distributed.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     distributed.init_process_group(
         backend or ("nccl" if rank_device.type == "cuda" else "gloo"),
-        store=own,
+        store=group_store,
         rank=rank,
         world_size=size,
         timeout=limit,
     )
-    world = distributed.group.WORLD
-    assert world is not None
+    group = distributed.group.WORLD
+    assert group is not None
     try:
-        transport, description = choose_transport(world, own, rank_device, allowed=symmetric_memory)
-        register_group(_NAME, world, transport, description=description)
+        transport, description = choose_transport(group, group_store, rank_device, allowed=symmetric_memory)
+        register_group(_NAME, group, transport, description=description)
     except BaseException:
         distributed.destroy_process_group()
         raise
     _joined = True
-    name: str = world.group_name
+    name: str = group.group_name
     return name
 
 

@@ -25,8 +25,8 @@ class RankInfo:
     """A rank's host and device, as exchanged between ranks.
 
     Attributes:
-        host: the system that the rank runs on.
-        device: identifies the physical device within the host.
+        host: host name and boot id of the rank's system.
+        device: the UUID of the rank's GPU; for other devices, the device type.
         refusal: why this rank cannot use symmetric memory; empty if it can.
     """
 
@@ -78,7 +78,7 @@ def choose_transport(
         group: the ranks.
         store: a c10d store of the group's ranks, with a prefix of its own; its timeout bounds the wait.
         device: of this rank.
-        allowed: False takes the group's own backend, whatever the devices can do.
+        allowed: False selects the group's own backend (NCCL, gloo), whatever the devices support.
 
     Raises:
         RuntimeError: a rank did not send its info in time.
@@ -88,18 +88,19 @@ def choose_transport(
     infos = _exchange(store, "rank_info", rank, size, asdict(local_rank_info(device, allowed=allowed)))
     refusal = why_not_symmetric([RankInfo(**info) for info in infos])
     if refusal:
-        return own, f"{own.name}, for {refusal}"
+        return own, f"{own.name}, because {refusal}"
     rule = TransportRule.measured(size)
-    made: Transport = own
+    symmetric: Transport = own
     problem = ""
     try:
-        made = SymmetricTransport(group, device, rule)
+        symmetric = SymmetricTransport(group, device, rule)
     except RuntimeError as error:  # most often: no peer access
         problem = (str(error).splitlines() or [type(error).__name__])[0]
-    for other, trouble in enumerate(_exchange(store, "made", rank, size, problem)):
-        if trouble:
-            return own, f"{own.name}, for rank {other} could not share memory: {trouble}"
-    return made, (
+    # A second exchange: if one rank failed, no rank may use symmetric memory.
+    for failed_rank, failure in enumerate(_exchange(store, "symmetric", rank, size, problem)):
+        if failure:
+            return own, f"{own.name}, because rank {failed_rank} could not share memory: {failure}"
+    return symmetric, (
         f"symmetric memory, sums one-shot up to {rule.one_shot_max_bytes} bytes, two-shot up to "
         f"{rule.two_shot_max_bytes}, gathers up to {rule.gather_max_bytes}, then {own.name}"
     )
