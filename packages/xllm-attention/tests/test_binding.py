@@ -67,7 +67,7 @@ def test_a_cache_tensor_that_attention_does_not_use_is_refused(
         torch.zeros(2, 8, 16, 4).permute(3, 2, 0, 1),  # everything turned round
         torch.zeros(4, 16, 2, 16)[..., ::2],  # gaps
         torch.zeros(512).as_strided((1, 16, 2, 8), (0, 16, 8, 1)),  # a size of one, whose stride means nothing
-        torch.zeros(2000).as_strided(SHAPE, (480, 30, 15, 2)),  # each dimension begins right behind the last element
+        torch.zeros(2000).as_strided(SHAPE, (480, 30, 15, 2)),  # each dimension starts right after the last element
     ],
 )
 def test_strides_without_overlap_are_bound(

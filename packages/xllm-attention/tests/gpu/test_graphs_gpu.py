@@ -191,7 +191,7 @@ def _run_ahead(backend: AttentionBackend, cache: LayerCache) -> list[bool]:
     q, k, v = _qkv(BUCKET, 5)
     out = torch.empty_like(q)
     graph = _capture(backend, lambda: backend.run(q, k, v, out, 0))
-    # Each step's own token lies behind what the later ones read. The lengths differ in how sequences are split, and so
+    # The token of each step is after the positions that later steps read. The lengths differ in how sequences are split, and so
     # do the schedules that plans leave in host memory.
     steps = [_decode([length] * BUCKET) for length in (8000, 3000, 40)]
     expected = [_expected(cache, [length] * BUCKET, 5) for length in (8000, 3000, 40)]
