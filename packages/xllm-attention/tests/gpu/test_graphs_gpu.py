@@ -191,8 +191,8 @@ def _run_ahead(backend: AttentionBackend, cache: LayerCache) -> list[bool]:
     q, k, v = _qkv(BUCKET, 5)
     out = torch.empty_like(q)
     graph = _capture(backend, lambda: backend.run(q, k, v, out, 0))
-    # The token of each step is after the positions that later steps read. The lengths differ in how sequences are split, and so
-    # do the schedules that plans leave in host memory.
+    # The token of each step is after the positions that later steps read. The lengths differ in how sequences are
+    # split, and so do the schedules that plans leave in host memory.
     steps = [_decode([length] * BUCKET) for length in (8000, 3000, 40)]
     expected = [_expected(cache, [length] * BUCKET, 5) for length in (8000, 3000, 40)]
     torch.cuda.synchronize()
