@@ -1,7 +1,7 @@
-"""Runners: how one step of a model is executed.
+"""Runners that execute one step of a model: eagerly, under device graphs, or compiled.
 
-Owns execution modes, persistent inputs and graph lifecycle. A runner is given two callables and an attention backend;
-it knows nothing else of a model. Importing it touches no device.
+Owns execution modes, persistent inputs and the lifecycle of graphs. A runner gets two callables and an attention
+backend, and needs nothing else of a model. Importing this package touches no device.
 """
 
 from .buckets import parse_buckets, sequence_buckets, token_buckets

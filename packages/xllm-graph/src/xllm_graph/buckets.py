@@ -1,4 +1,4 @@
-"""Bucket sizes: to how many rows or tokens a step is padded. Owns the series and the search, no graph."""
+"""Bucket sizes, to which the rows or tokens of a step are padded: the series, and the search for a bucket."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def token_buckets(max_num_tokens: int) -> tuple[int, ...]:
 
 
 def parse_buckets(text: str) -> tuple[int, ...]:
-    """Reads sizes as a configuration gives them, such as "1,2,4,8".
+    """Parses the sizes of a configuration, such as "1,2,4,8".
 
     Raises:
-        ValueError: what is not a number of at least 1, or sizes that do not rise.
+        ValueError: an entry that is no number of at least 1, or sizes that do not rise.
     """
     try:
         sizes = tuple(int(part) for part in text.split(","))
@@ -33,7 +33,7 @@ def parse_buckets(text: str) -> tuple[int, ...]:
 
 
 def checked_buckets(sizes: Iterable[int]) -> tuple[int, ...]:
-    """The sizes as a tuple. Raises `ValueError` when there is none, one below 1, or they do not rise."""
+    """The sizes as a tuple. Raises `ValueError` if it is empty, a size is below 1, or the sizes do not rise."""
     sizes = tuple(sizes)
     if not sizes or sizes[0] < 1 or any(low >= high for low, high in pairwise(sizes)):
         raise ValueError(f"graph buckets are {list(sizes)}; they must be rising numbers of at least 1")
@@ -41,7 +41,7 @@ def checked_buckets(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def bucket_for(sizes: tuple[int, ...], count: int) -> int | None:
-    """The smallest size that holds `count`; None when none does."""
+    """The smallest size of at least `count`; None if all are smaller."""
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None
 

@@ -71,7 +71,7 @@ class CompiledRunner:
         self.reports: tuple[CaptureReport, ...] = ()
 
     def refusal(self, phase: Phase, num_tokens: int) -> EagerReason | None:
-        """Why a step cannot run here; None when it can."""
+        """Why this runner cannot serve a step; None if it can."""
         return EagerReason.NOT_WARMED_UP if self._compiled is None else None
 
     def warmup(self, on_capture: OnCapture | None = None) -> None:
@@ -106,7 +106,7 @@ class CompiledRunner:
         if on_capture is not None:
             on_capture(report)
 
-    # Both modes are part of what was compiled: they must be the same in every thread.
+    # torch.compile guards on both modes, so they must be the same in every thread.
     @torch.inference_mode(False)
     @torch.no_grad()
     def execute(
@@ -136,7 +136,7 @@ class CompiledRunner:
         return self._compute_logits(hidden, logits_indices)
 
     def release(self) -> None:
-        """Drops the compiled forward. What the compiler keeps of it refers to neither model nor caches."""
+        """Drops the compiled forward. The compiler's own caches refer to neither model nor KV caches."""
         self._compiled = None
         self.reports = ()
 
@@ -156,16 +156,16 @@ class CompiledRunner:
 
 
 class _Compiler:
-    """Gets each graph from torch.compile, which keeps it as long as the process lives: it must not know the model."""
+    """The torch.compile backend. torch.compile keeps it until process exit, so it must not refer to the model."""
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]], passes: Sequence[GraphPass]) -> None:
         self._compile = compile_graph
         self._passes = passes
         self.num_compilations = 0
-        self.is_done = False  # what comes later comes inside of a step
+        self.is_done = False  # after warm-up: a later compilation would happen inside a step
 
     def compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What is called in place of the graph `module`."""
+        """Compiles the graph `module` into a callable."""
         if self.is_done:
             raise RuntimeError("the model would be compiled again after warm-up")
         self.num_compilations += 1
@@ -180,7 +180,7 @@ class _Compiler:
 def _keep_guards(guards: Sequence[Any]) -> list[bool]:
     """Which conditions are checked before the compiled code is used again.
 
-    Not those on the state of the calling thread, such as its number of CPU threads: it has no name, and the runner sets
-    what matters of it. All conditions on tensors, shapes and the model stay.
+    Drops guards on the calling thread's state, such as its number of CPU threads, which have no name: the runner sets
+    the relevant part of that state. Keeps all guards on tensors, shapes and the model.
     """
     return [bool(guard.name) or guard.guard_type == "SHAPE_ENV" for guard in guards]

@@ -22,7 +22,7 @@ class CudaGraphRuntime:
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"device {device}; CUDA graphs serve ['cuda']")
-        self.device = torch.empty(0, device=device).device  # with its number
+        self.device = torch.empty(0, device=device).device  # with its index
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -31,7 +31,7 @@ class CudaGraphRuntime:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """See `GraphRuntime.session`. No garbage is collected meanwhile: a finalizer could break a capture."""
+        """See `GraphRuntime.session`. Garbage collection is off: a finalizer could break a capture."""
         if self._in_session:
             raise RuntimeError("a capture session is open already")
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -44,13 +44,13 @@ class CudaGraphRuntime:
                 try:
                     yield
                 finally:
-                    self._abandon()  # here, since a capture ends only on the stream that it began on
+                    self._abandon()  # a capture must end on the stream that it began on
         finally:
             self._in_session = False
             if collects:
                 gc.enable()
             torch.cuda.synchronize(self.device)
-            # What the warm-up runs needed is cached for this stream, which nothing else uses.
+            # The caching allocator keeps the warm-up runs' memory for this stream, which nothing else uses.
             torch.cuda.empty_cache()
 
     def begin(self) -> None:
@@ -69,7 +69,7 @@ class CudaGraphRuntime:
             raise RuntimeError("end was called without a capture")
         graph, self._open = self._open, None
         with warnings.catch_warnings():
-            # A piece between two ops that are not captured may hold nothing.
+            # A piece between two ops that are not captured may be empty.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             graph.capture_end()
         self._graphs.append(graph)
@@ -97,6 +97,6 @@ class CudaGraphRuntime:
         if self._open is None:
             return
         graph, self._open = self._open, None
-        # The capture is broken, which is what ends it; the caller sees what broke it.
+        # Ending a broken capture raises; the caller gets the original error.
         with suppress(RuntimeError):
             graph.capture_end()

@@ -1,7 +1,6 @@
-"""`DecodeGraphRunner`: decode steps as one graph each, by bucket of sequences.
+"""`DecodeGraphRunner`: replays one full graph per decode step, padded to a bucket of sequences.
 
-Owns the persistent inputs and metadata, the graphs and their outputs. The plan belongs to the backend, the capture to
-the runtime.
+Owns the persistent inputs and metadata, the graphs and their outputs. The backend plans, the runtime captures.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from .runtime import Graph, GraphRuntime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """One bucket's graph and where it leaves its results, memory that the pool's other graphs overwrite."""
+    """One bucket's graph and its output tensors, whose memory the pool's other graphs overwrite."""
 
     graph: Graph
     hidden: torch.Tensor  # [bucket, hidden]
-    logits: torch.Tensor | None  # [bucket, vocab], of the wanted rows first
+    logits: torch.Tensor | None  # [bucket, vocab]; those of logits_indices come first
     plan_layout: Hashable  # of the plan that was captured
-    plans_on_host: bool  # what the plan reads must be filled before it
+    plans_on_host: bool  # whether host mirrors must be filled before the plan
 
 
 class DecodeGraphRunner:
-    """Runs decode steps (one token a sequence) by replaying a graph of the whole model, head included.
+    """Runs decode steps (one token per sequence) by replaying a graph of the whole model, head included.
 
-    A step is copied into buffers that never move, padded to a bucket with empty sequences as the contract says, planned
-    from its host mirrors, and replayed. The graph selects the wanted rows before the head, so that logits leave it
-    where they lie: valid until the next step. See `Runner.execute` for shapes.
+    A step is copied into static buffers, padded to a bucket with empty sequences, planned, and replayed. The graph
+    selects the rows of `logits_indices` before the head. Its outputs are valid until the next step. Shapes are those of
+    `Runner.execute`.
 
     Args:
         calls: the model and its attention backend, whose limits must hold the largest bucket.
-        runtime: captures and replays.
-        buckets: rising numbers of sequences; the last one is the largest step.
+        runtime: captures and replays the graphs.
+        buckets: rising numbers of sequences; the last is the largest step that it serves.
         logits_in_graph: whether the head is captured; else it runs after the replay, on the selected rows.
 
     Raises:
@@ -91,42 +90,42 @@ class DecodeGraphRunner:
 
     @property
     def num_captures(self) -> int:
-        """How many sizes `warmup` captures."""
+        """Number of sizes that `warmup` captures."""
         return len(self.buckets)
 
     @property
     def reports(self) -> Sequence[CaptureReport]:
-        """What each capture cost, in capture order."""
+        """Time and memory of each capture, in capture order."""
         return tuple(self._log.reports)
 
     @property
     def metadata(self) -> StaticAttentionMetadata:
-        """The last step as it was planned, padding included."""
+        """The metadata of the last step, padding included."""
         return self._metadata
 
     def refusal(self, phase: Phase, num_tokens: int) -> EagerReason | None:
-        """Why a step cannot run here; None when it can. Depends on nothing that differs between ranks."""
+        """Why this runner cannot serve a step; None if it can. Depends on nothing that differs between ranks."""
         if phase is not Phase.DECODE:
             return EagerReason.NOT_DECODE
         if num_tokens > self.buckets[-1]:
             return EagerReason.OVER_GRAPH_BUCKETS
         return None if self._captured else EagerReason.NOT_WARMED_UP
 
-    # What is captured outlives the caller's modes.
+    # Captured tensors outlive the caller's grad and inference modes.
     @torch.inference_mode(False)
     @torch.no_grad()
     def warmup(self, on_capture: OnCapture | None = None) -> None:
-        """Captures every bucket, the largest first. Writes nothing to the cache. One that fails leaves no graph.
+        """Captures every bucket, largest first. Writes nothing to the cache. If it fails, no graph remains.
 
         Raises:
-            RuntimeError: called twice; `CaptureError` when the model does what no graph can hold.
+            RuntimeError: called twice; `CaptureError`: the model does something that a graph cannot hold.
         """
         with self._log.warmup(on_capture, self.release), self._runtime.session():
             for bucket in reversed(self.buckets):
                 with self._log.measure(bucket, lambda: 1):
                     self._captured[bucket] = self._capture(bucket)
 
-    # Nothing of a step asks for gradients but the head: a graph was captured without.
+    # Only the head outside of the graph could record gradients; replays never do.
     def execute(
         self,
         tokens: torch.Tensor,
@@ -134,7 +133,7 @@ class DecodeGraphRunner:
         metadata: AttentionMetadata,
         logits_indices: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Runs one decode step. Results lie in the graph's memory: valid until the next step.
+        """Runs one decode step. The result is in the graph's memory and valid until the next step.
 
         Raises:
             RuntimeError: no graph is captured, or the backend planned the step in another layout than the captured one.
@@ -150,7 +149,7 @@ class DecodeGraphRunner:
         if metadata.slot_mapping.shape[0] != num_tokens:
             raise ValueError(f"{num_tokens} tokens; the metadata has slots for {metadata.slot_mapping.shape[0]}")
         num_seqs = metadata.kv_seq_lens_host.shape[0] - 1
-        if num_seqs != num_tokens:  # padded, they would be equal
+        if num_seqs != num_tokens:  # checked before padding makes them equal
             raise ValueError(f"a decode step has one token per sequence: {num_tokens} tokens, {num_seqs} sequences")
         captured_indices = logits_indices
         if logits_indices is not None and (captured.logits is None or logits_indices.shape[0] > bucket):
@@ -163,7 +162,7 @@ class DecodeGraphRunner:
                 f"its graph was captured as {captured.plan_layout!r}"
             )
         captured.graph.replay()
-        self._metadata.fill_host()  # while the device is at work, unless the plan needed it
+        self._metadata.fill_host()  # overlaps with the replay, unless the plan needed the host mirrors
         if logits_indices is None:
             return captured.hidden[:num_tokens]
         if captured.logits is None or captured_indices is None:
@@ -172,26 +171,26 @@ class DecodeGraphRunner:
         return captured.logits[: captured_indices.shape[0]]
 
     def padded_outputs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states and logits (None outside of the graph) of the last step, padding included."""
+        """Hidden states and logits of the last step, padding included; logits are None if they are not in the graph."""
         captured = self._captured[self._bucket]
         return captured.hidden, captured.logits
 
     @torch.no_grad()
     def run_padded_eagerly(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last step again without its graph: the same padded inputs, the same plan. For checks."""
+        """Runs the last step again without its graph, on the same padded inputs and plan. For checks."""
         with forward_context(self._backend):
             hidden = self._forward(*self._inputs.views(self._bucket))
             return hidden, self._logits(hidden, self._bucket)
 
     def poison_inputs(self) -> None:
-        """Overwrites all that the next step has to fill, so that what it leaves out shows. For checks."""
+        """Overwrites every input buffer, so that a buffer that the next step does not fill shows. For checks."""
         self._inputs.poison()
         for field in FIELDS:
             if isinstance(getattr(self._metadata, field.name), torch.Tensor):
                 self._metadata.buffer(field.name).fill_(POISON)
 
     def release(self) -> None:
-        """Drops the graphs. They go before the runtime's pool and before any process group they captured."""
+        """Drops the graphs. Call it before the runtime and any captured process group are released."""
         self._captured.clear()
         self._log.reports.clear()
 
@@ -199,7 +198,7 @@ class DecodeGraphRunner:
         backend = self._backend
         zeros = torch.zeros(bucket, dtype=torch.int32, device=backend.limits.device)
         decode = dummy_batch(backend, bucket, bucket, chunked=False)
-        # Real rows first, then the padding that is captured: a kernel may have a variant for either.
+        # Warm up with live rows, then with padding rows as in the capture: a kernel may have a variant for each.
         for ids, step in ((zeros, decode), (zeros[:0], empty_batch(backend))):
             self._fill(ids, ids, step, bucket)
             backend.plan(self._metadata, graph=True)

@@ -1,4 +1,4 @@
-"""Tensors over memory that they do not own. Owns nothing itself: whoever asks keeps the memory mapped."""
+"""Makes tensors over memory that they do not own. The caller keeps the memory mapped."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from .runtime import GraphRuntime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chain:
-    """One bucket: what a step calls in order, and where it leaves its result."""
+    """One bucket's graphs and eager ops, called in order, and its output tensor."""
 
     calls: tuple[Callable[[], object], ...]
     num_graphs: int
@@ -79,28 +79,28 @@ class PiecewiseGraphRunner:
 
     @property
     def num_captures(self) -> int:
-        """How many sizes `warmup` captures."""
+        """Number of sizes that `warmup` captures."""
         return len(self.buckets)
 
     @property
     def reports(self) -> Sequence[CaptureReport]:
-        """What each capture cost, in capture order."""
+        """Time and memory of each capture, in capture order."""
         return tuple(self._log.reports)
 
     def refusal(self, phase: Phase, num_tokens: int) -> EagerReason | None:
-        """Why a step cannot run here; None when it can. Depends on nothing that differs between ranks."""
+        """Why this runner cannot serve a step; None if it can. Depends on nothing that differs between ranks."""
         if num_tokens > self.buckets[-1]:
             return EagerReason.OVER_TOKEN_BUDGET
         return None if self._chains else EagerReason.NOT_WARMED_UP
 
-    # What is captured outlives the caller's modes.
+    # Captured tensors outlive the caller's grad and inference modes.
     @torch.inference_mode(False)
     @torch.no_grad()
     def warmup(self, on_capture: OnCapture | None = None) -> None:
-        """Captures every bucket, the largest first. Writes nothing to the cache. One that fails leaves no graph.
+        """Captures every bucket, largest first. Writes nothing to the cache. If it fails, no graph remains.
 
         Raises:
-            RuntimeError: called twice; `CaptureError` when the model does what no graph can hold.
+            RuntimeError: called twice; `CaptureError`: the model does something that a graph cannot hold.
         """
         with self._log.warmup(on_capture, self.release), self._runtime.session():
             for bucket in reversed(self.buckets):
@@ -115,7 +115,7 @@ class PiecewiseGraphRunner:
         metadata: AttentionMetadata,
         logits_indices: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Runs one step. Hidden states lie in the graph's memory: valid until the next step.
+        """Runs one step. Hidden states are in the graph's memory and valid until the next step.
 
         Raises:
             RuntimeError: no graph is captured.
@@ -146,17 +146,17 @@ class PiecewiseGraphRunner:
 
     @torch.no_grad()
     def run_padded_eagerly(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last step again without its graphs: the same padded inputs, the same plan. For checks."""
+        """Runs the last step again without its graphs, on the same padded inputs and plan. For checks."""
         with forward_context(self._backend):
             hidden = self._forward(*self._inputs.views(self._bucket))
             return hidden, self._compute_logits(hidden, None)
 
     def poison_inputs(self) -> None:
-        """Overwrites all that the next step has to fill, so that what it leaves out shows. For checks."""
+        """Overwrites every input buffer, so that a buffer that the next step does not fill shows. For checks."""
         self._inputs.poison()
 
     def release(self) -> None:
-        """Drops the graphs. They go before the runtime's pool and before any process group they captured."""
+        """Drops the graphs. Call it before the runtime and any captured process group are released."""
         self._chains.clear()
         self._log.reports.clear()
 
@@ -175,7 +175,7 @@ class PiecewiseGraphRunner:
         return _Chain(calls=tuple(pieces.calls), num_graphs=pieces.num_graphs, hidden=self._runtime.borrow(hidden))
 
     def _dummy_batches(self, bucket: int) -> list[AttentionMetadata]:
-        """The kinds of step that attention's kernels must be ready for at this size, as large as a step can be."""
+        """Steps of each kind at this size, as large as possible, that compile attention's kernels."""
         backend = self._backend
         num_tokens = min(bucket, backend.limits.max_num_seqs * backend.limits.max_model_len)
         num_decodes = min(bucket, backend.limits.max_num_seqs)

@@ -1,4 +1,4 @@
-"""What one capture cost. Owns no capture."""
+"""Time and memory of captures, per runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `Runner` protocol and what its statistics mean. Owns no execution."""
+"""The `Runner` protocol, the reasons for eager steps, and the step counters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`RunnerSet`: dispatches each step to a runner, and counts steps by runner and reason.
 
-Owns the order of preference, the counts and the release of graphs. The decision reads the step's phase and its number
-of tokens, nothing that could differ between ranks, so that all ranks of a group run one step the same way.
+Owns the order of preference, the counts and the release of graphs. The decision reads only the step's phase and number
+of tokens, which are the same on all ranks. So all ranks of a group run a step the same way.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from .runtime import GraphRuntime
 
 
 class CapturingRunner(Runner, Protocol):
-    """A runner that prepares itself before the first step, and serves some steps only."""
+    """A runner that captures during warm-up, and serves some steps only."""
 
     @property
     def num_captures(self) -> int:
-        """How many sizes `warmup` will capture."""
+        """Number of sizes that `warmup` captures."""
         ...
 
     @property
     def reports(self) -> Sequence[CaptureReport]:
-        """What each capture cost."""
+        """Time and memory of each capture."""
         ...
 
     def refusal(self, phase: Phase, num_tokens: int) -> EagerReason | None:
-        """Why a step cannot run here; None when it can."""
+        """Why this runner cannot serve a step; None if it can."""
         ...
 
     def warmup(self, on_capture: OnCapture | None = None) -> None:
-        """Captures everything, or nothing when it fails; it may be tried again then."""
+        """Captures everything. If it fails, nothing remains captured, and it may be tried again."""
         ...
 
     def release(self) -> None:
-        """Drops what was captured, reports included."""
+        """Drops the captured graphs and their reports."""
         ...
 
 
@@ -52,8 +52,8 @@ class Dispatch:
     """The runner of a step, and why the preferred runners do not serve it."""
 
     runner: Runner
-    misses: tuple[tuple[str, EagerReason], ...] = ()  # runners that were preferred, and why each could not
-    eager_reason: EagerReason | None = None  # given exactly when the step runs eagerly
+    misses: tuple[tuple[str, EagerReason], ...] = ()  # preferred runners that refused, with their reasons
+    eager_reason: EagerReason | None = None  # set if and only if the step runs eagerly
 
 
 class RunnerSet:
@@ -62,9 +62,9 @@ class RunnerSet:
     Args:
         eager: serves every step.
         preferred: in order of preference; warmed up in reverse, since the last one has the largest graphs.
-        runtime: whose pool the graphs share, if any.
+        runtime: owns the pool that the graphs share, if any.
         eager_is_error: a step that none of `preferred` serves is an error instead of an eager step.
-        misses: runners of decode steps that would come first but could not even be made, and why.
+        misses: runners for decode steps that would come first but could not be made, with the reasons.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""`GraphRuntime`: what a runner needs of a device that can capture and replay, and how one is found.
+"""`GraphRuntime`: the protocol of capture and replay on a device, and the lookup of runtimes by name.
 
-Owns the protocol, the table of built-in runtimes and the reading of the entry-point group `xllm.graph_runtimes`, whose
-values name classes that are made with the device alone. Knows no runner. Nothing is imported before it is asked for.
+Runtimes are built in, or declared under the entry-point group `xllm.graph_runtimes`. Such a class is called with the
+device alone, and is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BUILT_IN = (
 
 
 class CaptureError(RuntimeError):
-    """What ran during a capture cannot be part of a graph. The message names the Python line that did it."""
+    """The captured code did something that a graph cannot hold. The message names the Python line."""
 
 
 class Graph(Protocol):
@@ -41,19 +41,19 @@ class GraphRuntime(Protocol):
 
     @property
     def name(self) -> str:
-        """The name it is asked for by."""
+        """The name under which it is registered."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where it captures."""
+        """The device that it captures on."""
         ...
 
     def session(self) -> AbstractContextManager[None]:
-        """Surrounds warm-up runs and captures, all on a stream apart, after the current stream's work.
+        """Surrounds warm-up runs and captures, which run on a separate stream after the current stream's work.
 
-        The device is done with them when it is left, so that the first step may come on any stream.
-        A capture that is still open when the session is left, since the captured code failed, is abandoned.
+        At its end the device has finished them, so the first step may run on any stream. A capture that is still open
+        then, because the captured code failed, is abandoned.
         """
         ...
 

@@ -55,7 +55,7 @@ class ReplayHarness:
 
     Args:
         execute: what is checked; its backend is bound to `caches`.
-        runners: the runners behind `execute`.
+        runners: the runners that `execute` uses.
         caches: [layer] -> cache, of the executor that is checked.
         reference: eager execution over other caches.
         reference_caches: those.
@@ -254,7 +254,7 @@ class ReplayHarness:
 
 
 def _live(metadata: StaticAttentionMetadata) -> AttentionMetadata:
-    """The padded step with the page indices that it uses; the buffer goes on behind them."""
+    """The padded step, with the page indices cut to those that it uses; the buffer is longer."""
     fields = {field.name: getattr(metadata, field.name) for field in FIELDS}
     fields["paged_kv_indices"] = fields["paged_kv_indices"][: int(metadata.paged_kv_indptr_host[-1])]
     fields["max_query_len"] = 1  # scalars are not padded: a step without a sequence says 0, its padded rows have 1

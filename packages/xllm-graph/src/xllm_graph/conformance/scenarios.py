@@ -23,7 +23,7 @@ def every_live_size(harness: ReplayHarness) -> None:
 
 
 def shrinking_batches(harness: ReplayHarness) -> None:
-    """A large batch, then smaller ones in the same and in smaller buckets, and back: nothing of it may stay behind."""
+    """A large batch, then smaller ones in the same and in smaller buckets, and back: no stale data may remain."""
     largest = harness.limits.max_num_seqs
     requests = _started(harness, largest)
     for size in (largest, largest - 1, largest // 2 + 1, 3, largest, 1, 2, 0, largest):
@@ -31,7 +31,7 @@ def shrinking_batches(harness: ReplayHarness) -> None:
 
 
 def other_lengths(harness: ReplayHarness) -> None:
-    """Captured without a live row, replayed with the longest, with page borders and windows crossed on the way."""
+    """Replays graphs, which were captured without a live row, with the longest sequences, across pages and windows."""
     limits = harness.limits
     long, short = harness.add(), harness.add()
     _prefill(harness, long, limits.max_model_len - 2)
@@ -43,7 +43,7 @@ def other_lengths(harness: ReplayHarness) -> None:
 
 
 def prefix_hits(harness: ReplayHarness) -> None:
-    """Requests that begin behind pages of another one, in whole prompts, chunks and decode, while it goes on."""
+    """Requests that share a prefix's pages with a running request, in whole prompts, chunks and decode."""
     page_size = harness.limits.page_size
     first = harness.add()
     _prefill(harness, first, 2 * page_size + 1)
@@ -58,7 +58,7 @@ def prefix_hits(harness: ReplayHarness) -> None:
 
 
 def mixed_orders(harness: ReplayHarness) -> None:
-    """Decode before prefill, after it, and between: in any order each request gets the same."""
+    """Decode before, after and between prefills: each request gets the same result in any order."""
     page_size = harness.limits.page_size
     requests = [harness.add() for _ in range(4)]
     for number, count in zip(requests, (1, page_size, page_size + 1, 3), strict=True):
@@ -89,7 +89,7 @@ def several_tokens_in_decode(harness: ReplayHarness) -> None:
 
 
 def selected_logits(harness: ReplayHarness) -> None:
-    """Any rows in any order, none, and hidden states instead, in decode and in prefill."""
+    """Logits of any rows in any order, of no row, and hidden states, in decode and in prefill."""
     requests = _started(harness, 3)
     harness.step(*((number, 1) for number in requests), logits=(2, 0))
     harness.step(*((number, 1) for number in requests), logits=())
@@ -129,7 +129,7 @@ def every_token_bucket(harness: ReplayHarness) -> None:
 
 
 def kinds_in_turn(harness: ReplayHarness) -> None:
-    """Decode and other steps in turn, of changing sizes: the graphs share one pool and must not rely on it."""
+    """Decode and other steps in turn, of changing sizes: a graph must not rely on the contents of the shared pool."""
     random = harness.random
     requests: list[int] = []
     for _ in range(24):

@@ -1,6 +1,6 @@
 """Recorded graphs: capture and replay of dispatched ops, on a device without graphs of its own.
 
-For tests above all: what a device graph would bake in, share or refuse is baked in, shared or refused here too.
+Mainly for tests: these graphs bake in, share and refuse what a device graph would.
 """
 
 from .runtime import RecordedGraph, RecordedGraphRuntime

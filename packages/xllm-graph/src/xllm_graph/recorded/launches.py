@@ -1,4 +1,4 @@
-"""Launches of interpreted Triton kernels, which reach no dispatcher. Owns how they are intercepted."""
+"""Intercepts launches of interpreted Triton kernels, which do not pass through PyTorch's dispatcher."""
 
 from __future__ import annotations
 

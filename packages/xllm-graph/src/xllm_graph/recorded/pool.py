@@ -1,6 +1,6 @@
-"""The memory of recorded graphs: blocks that are reused as soon as no tensor of the capture needs them.
+"""The shared memory pool of recorded graphs: blocks that are reused once no tensor of the capture refers to them.
 
-Owns the blocks, who uses them, and the poison that stands for what other graphs leave in shared memory.
+Poison in a block stands for the data that another graph leaves in shared memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a recorded graph refuses, and how the refusal names the line. Owns no recording.
+"""Refuses ops that a device graph cannot capture, and names the line that called them.
 
-A device graph holds work, not values: whatever would bring a value to the host during the capture, or depend on one,
-fails there at best and is baked in at worst.
+A device graph records work, not values. An op that brings a value to the host during a capture, or depends on one,
+fails there at best. At worst its value is baked in.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def refuse(what: str) -> CaptureError:
 
 
 def check_op(func: torch._ops.OpOverload) -> None:
-    """Refuses ops that no graph can hold."""
+    """Refuses ops that a graph cannot capture."""
     if torch.Tag.data_dependent_output in func.tags:
         raise refuse(f"{func} reads a value on the host, which a graph cannot hold")
     if torch.Tag.dynamic_output_shape in func.tags:

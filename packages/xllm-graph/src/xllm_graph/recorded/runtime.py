@@ -1,7 +1,7 @@
 """`RecordedGraphRuntime`: records the ops that are dispatched during a capture, and replays exactly those.
 
-Owns the recording mode and the replay. Every result of a recorded op lies in the pool, whose memory is shared between
-the ops of a graph and between graphs as an allocator of device graphs shares it.
+Owns the recording mode and the replay. Every result of a recorded op is in the pool. The ops of a graph, and all
+graphs, share its memory, as they do with a device's graph allocator.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class RecordedGraphRuntime:
         graph.append(step)
 
     def _snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is now: later changes of its shape in place do not reach the graph."""
+        """An alias of the tensor with its present shape: a later resize does not reach the graph."""
         block = self._pool.block_of(tensor)
         if block is not None:
             return shaped_as(block.memory, tensor)

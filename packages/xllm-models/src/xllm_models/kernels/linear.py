@@ -117,7 +117,8 @@ def few_rows_tiles(num_outputs: int) -> tuple[int, int, int, int]:
     # features over two warps, to keep more of the weight in flight.
     # BLOCK_K is 256, so that a warp loads one row of the weight at a time. With 64, Triton 3.8 puts the split next to
     # the features in shared memory, and all rows of an ldmatrix fall into one bank: o_proj of Qwen3-0.6B took twice the
-    # time at 16 rows. With 256, Triton 3.6 and 3.8 choose the same layout, and TPOT falls by 1 to 2 % on 3.6, too.
+    # time at 16 rows. With 256, Triton 3.6 and 3.8 choose the same layout, and TPOT falls by 1 to 2 % on 3.6, too
+    # (H200; benchmarks/results/sweep-h200.json and sweep-triton38-h200.json).
     return (16, 256, 1 if num_outputs >= 4096 else 2, 3)
 
 
