@@ -1,4 +1,4 @@
-"""Tiny random models of every family, and harnesses of them behind two executors: one with graphs, one eager."""
+"""Tiny random models of every family, and harnesses of two executors of them: one with graphs, one eager."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ if not GPU_ASKED_FOR:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where graphs are captured, and with which attention."""
+class Target:
+    """The graph runtime, device and attention backend of a test."""
 
     graph_backend: str
     graph_runtime: str
@@ -66,9 +66,9 @@ class Place:
     changes: Mapping[str, Any] = field(default_factory=dict)  # of the models, where the attention asks for it
 
 
-RECORDED = Place(graph_backend="recorded", graph_runtime="recorded", device="cpu", attention="torch")
-CUDA = Place(graph_backend="cudagraphs", graph_runtime="cuda", device="cuda", attention="torch")
-PLACES = [
+RECORDED = Target(graph_backend="recorded", graph_runtime="recorded", device="cpu", attention="torch")
+CUDA = Target(graph_backend="cudagraphs", graph_runtime="cuda", device="cuda", attention="torch")
+TARGETS = [
     pytest.param(RECORDED, id="recorded-torch"),
     pytest.param(CUDA, id="cuda-torch", marks=pytest.mark.gpu),
     pytest.param(replace(CUDA, attention="triton", changes={"head_dim": 32}), id="cuda-triton", marks=pytest.mark.gpu),
@@ -82,7 +82,7 @@ PLACES = [
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a module of benchmarks, or of the ranks beside this file, by name; processes that it starts can too."""
+    """Imports a module of benchmarks or of this folder by name. Spawned processes can import it too."""
     for folder in FOLDERS:
         monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module
@@ -96,10 +96,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=PLACES)
-def place(request: pytest.FixtureRequest) -> Place:
-    """Every place in turn."""
-    value: Place = request.param
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Target:
+    """All targets."""
+    value: Target = request.param
     return value
 
 
@@ -112,14 +112,14 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_model() -> Callable[[str], CausalLM]:
-    """Makes a model on the CPU, for tests of their own kind."""
+    """Makes a model on the CPU."""
     return lambda family: random_model(family, RECORDED)
 
 
-def random_model(family: str, place: Place, **changes: Any) -> CausalLM:
+def random_model(family: str, target: Target, **changes: Any) -> CausalLM:
     """A model of the family with random weights."""
-    config = MODELS[family] | COMMON | dict(place.changes) | changes
-    model = get_model_class(family)(config, device=place.device, dtype=place.dtype)
+    config = MODELS[family] | COMMON | dict(target.changes) | changes
+    model = get_model_class(family)(config, device=target.device, dtype=target.dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -141,32 +141,32 @@ MakeSetup = Callable[..., Setup]
 
 
 @pytest.fixture
-def make_setup(place: Place) -> MakeSetup:
+def make_setup(target: Target) -> MakeSetup:
     """Makes a setup of a family; options go to the executor with graphs, `limits` to both, `changes` to the model."""
-    return setup_maker(place)
+    return setup_maker(target)
 
 
-@pytest.fixture(params=[place for place in PLACES if place.marks])
+@pytest.fixture(params=[target for target in TARGETS if target.marks])
 def make_cuda_setup(request: pytest.FixtureRequest) -> MakeSetup:
-    """The same at the places on a CUDA device only."""
+    """`make_setup` for the targets on a CUDA device only."""
     return setup_maker(request.param)
 
 
 @pytest.fixture
 def make_interpreted_setup() -> MakeSetup:
-    """The same on recorded graphs, with Triton's attention kernels in its interpreter."""
+    """`make_setup` on recorded graphs, with Triton's attention kernels in its interpreter."""
     return setup_maker(replace(RECORDED, attention="triton"))
 
 
-def setup_maker(place: Place) -> MakeSetup:
-    """The function behind both fixtures; the reference always attends with the torch backend."""
+def setup_maker(target: Target) -> MakeSetup:
+    """The function that the fixtures return. The reference always attends with the torch backend."""
 
     def make(family: str, *, limits: Limits = LIMITS, changes: dict[str, Any] | None = None, **options: Any) -> Setup:
-        model = random_model(family, place, **(changes or {}))
-        graph = {"python_graph_backend": place.graph_backend, "eager_is_error": True} | options
+        model = random_model(family, target, **(changes or {}))
+        graph = {"python_graph_backend": target.graph_backend, "eager_is_error": True} | options
         if graph["python_graph_backend"] == "piecewise":
-            graph["graph_runtime"] = place.graph_runtime
-        harness, executor, _ = make_harness(model, limits, {"attention_backend": place.attention} | graph)
+            graph["graph_runtime"] = target.graph_runtime
+        harness, executor, _ = make_harness(model, limits, {"attention_backend": target.attention} | graph)
         return Setup(harness=harness, executor=executor, model=model)
 
     return make

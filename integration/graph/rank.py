@@ -1,4 +1,4 @@
-"""What a rank of a tensor-parallel model does in the tests; `benchmarks/ranks.py` runs it in processes."""
+"""Functions that the ranks of a test run; `benchmarks/ranks.py` starts one process per rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = Limits(max_num_seqs=8, max_num_tokens=16, max_model_len=24, page_size=4
 
 
 class Setup:
-    """A harness of two executors, with graphs and without, of this rank's share of the model."""
+    """A harness of two executors, with graphs and without, of this rank's shard of the model."""
 
     def __init__(self, context: ranks.RankContext, cut_collectives: bool) -> None:
         torch.set_num_threads(1)
@@ -40,7 +40,7 @@ class Setup:
         self.harness, self.executor, self.reference = make_harness(make_model(context), LIMITS, options)
 
     def shutdown(self) -> None:
-        # Graphs first, then the group: they may hold its collectives.
+        # Before the group ends, since graphs may hold its collectives.
         self.executor.shutdown()
         self.reference.shutdown()
 
@@ -82,7 +82,7 @@ def conforms(context: ranks.RankContext, options: dict[str, Any]) -> dict[str, A
 
 @torch.no_grad()
 def dies(context: ranks.RankContext, options: dict[str, Any]) -> None:
-    """Decodes on graphs without end; the last rank is killed after some steps, and says in the file `when` when."""
+    """Decodes under graphs until it is killed. The last rank writes the time to the file `when`, then kills itself."""
     setup = Setup(context, False)
     request = setup.harness.add()
     setup.harness.step((request, 3))
@@ -96,14 +96,14 @@ def dies(context: ranks.RankContext, options: dict[str, Any]) -> None:
 
 
 def waits(context: ranks.RankContext, options: dict[str, Any]) -> None:
-    """Says in the file `who` which process it is, and does nothing."""
+    """Writes its process id to the file `who`, then sleeps."""
     Path(options["who"]).write_text(str(os.getpid()))
     time.sleep(60)
 
 
 def _sum_by(limits: dict[str, int], context: ranks.RankContext) -> None:
-    world = distributed.group.WORLD
-    assert world is not None
+    group = distributed.group.WORLD
+    assert group is not None
     unregister_group("tp")
-    transport = SymmetricTransport(world, torch.device(context.device), TransportRule(**limits))
-    register_group("tp", world, transport, description=f"symmetric memory, {limits}")
+    transport = SymmetricTransport(group, torch.device(context.device), TransportRule(**limits))
+    register_group("tp", group, transport, description=f"symmetric memory, {limits}")

@@ -1,4 +1,4 @@
-"""The sweep, its table and the comparison work, and the sweep's steps are what the reference builder makes."""
+"""The sweep, its table and the comparison; the sweep's steps equal those of the reference builder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: no waiting inside of execute, memory of the pool, streams."""
+"""CUDA only: execute never synchronizes, memory of the graph pool, streams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def decode_steps(setup: Any, count: int) -> list[tuple[Any, ...]]:
-    """Arguments of `count` decode steps of five sequences, made ahead: building metadata may wait."""
+    """Arguments of `count` decode steps of five sequences, built in advance: building may synchronize."""
     harness = setup.harness
     requests = [harness.add() for _ in range(5)]
     for number in requests:
@@ -43,10 +43,10 @@ def decode_steps(setup: Any, count: int) -> list[tuple[Any, ...]]:
 
 
 def overlapping_steps(setup: Any) -> list[tuple[Any, ...]]:
-    """Steps made ahead: prompts, a prompt beside decodes, decodes of several sizes.
+    """Steps built in advance: prompts, a prompt with decodes, decodes of several sizes.
 
-    Each is tokens, positions, metadata, rows of the logits, requests of those, rows of tokens that have to be sampled,
-    and requests of those.
+    Each is tokens, positions, metadata, logits_indices, their requests, rows whose tokens are sampled, and the requests
+    of those rows.
     """
     harness = setup.harness
     a, b, c, d = (harness.add() for _ in range(4))
@@ -84,7 +84,7 @@ def test_steps_are_handed_over_while_the_device_is_behind(make_cuda_setup: MakeS
 
     waited = run(overlap=False)
     overlapped = run(overlap=True)
-    assert not torch.cuda.current_stream().query()  # the device is still behind
+    assert not torch.cuda.current_stream().query()  # the device has not finished yet
     for step, (one, other) in enumerate(zip(waited, overlapped, strict=True)):
         assert torch.equal(one, other), f"step {step}"
 
@@ -107,7 +107,7 @@ def test_a_trace_of_ten_decode_steps_has_no_wait_and_no_copy_to_the_host(make_cu
         for step in steps[1:]:
             with torch.profiler.record_function("execute"):
                 setup.executor.execute(*step)
-            # As a host does that reads the tokens. One that ran far ahead would wait for a free buffer, as it must.
+            # As a host that reads the tokens. Otherwise execute would wait for a free buffer after some steps.
             torch.cuda.synchronize()
     events = trace.events()
     spans = [e.time_range for e in events if e.name == "execute" and e.device_type.name == "CPU"]
@@ -129,7 +129,7 @@ def test_twenty_buckets_cost_little_more_than_the_largest(make_cuda_setup: MakeS
 
 @pytest.mark.gpu
 def test_the_device_is_done_with_a_session_that_is_left() -> None:
-    """Whatever the stream of the step that comes first: it fills buffers that the last run of warm-up reads."""
+    """The first step may run on any stream, and fills buffers that the last warm-up run reads."""
     runtime = create_runtime("cuda", "cuda")
     value = torch.zeros(1, device="cuda")
     with runtime.session():

@@ -1,4 +1,4 @@
-"""Graph execution of real model families, held to eager execution by the conformance suite."""
+"""Conformance suite of graph execution, on real model families."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_scenario(make_setup: MakeSetup, family: str, scenario: Scenario) -> Non
 
 @pytest.mark.parametrize(("other", "num_groups"), [("mistral", 1), ("gemma3_text", 2), ("qwen3_moe", 1)])
 def test_other_families(make_setup: MakeSetup, other: str, num_groups: int) -> None:
-    """Windows, several attention groups with a plan each, experts that are chosen on the device."""
+    """Sliding windows, several attention groups with a plan each, and experts that are selected on the device."""
     setup = make_setup(other)
     for name in ("shrinking_batches", "other_lengths", "kinds_in_turn"):
         BY_NAME[name](setup.harness)
@@ -72,7 +72,7 @@ def test_triton_kernels_in_recorded_graphs(make_interpreted_setup: MakeSetup, sc
 
 @pytest.mark.parametrize("live", [96, 97, 100])
 def test_a_limit_of_100_sequences(make_setup: MakeSetup, live: int) -> None:
-    """A batch between the last two buckets: arrays cover the rows of the graph, not the live ones."""
+    """A batch between the last two buckets: buffers cover the padded rows, not the live ones only."""
     limits = Limits(max_num_seqs=100, max_num_tokens=100, max_model_len=8, page_size=4, num_pages=200, vocab_size=131)
     setup = make_setup("llama", limits=limits)
     requests = [setup.harness.add() for _ in range(live)]
@@ -83,7 +83,7 @@ def test_a_limit_of_100_sequences(make_setup: MakeSetup, live: int) -> None:
 
 
 def test_long_context_after_a_capture_at_none(make_setup: MakeSetup) -> None:
-    """The plan follows the step: thousands of tokens where the capture had none."""
+    """A replay uses the plan of its step: thousands of tokens, where the capture had none."""
     limits = Limits(max_num_seqs=2, max_num_tokens=256, max_model_len=2100, page_size=64, num_pages=80, vocab_size=131)
     setup = make_setup("llama", limits=limits, changes={"max_position_embeddings": 4096})
     long, short = setup.harness.add(), setup.harness.add()

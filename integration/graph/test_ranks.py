@@ -1,4 +1,4 @@
-"""Tensor parallelism under graphs: ranks choose alike, collectives captured or cut out; tokens; a rank that dies."""
+"""Tensor parallel graphs: equal dispatch on all ranks, collectives captured or cut, tokens, a rank that dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUDA = pytest.mark.multi_gpu
 
 @pytest.fixture
 def run(load: Callable[[str], ModuleType]) -> Callable[..., Any]:
-    """`run(work, options, device=..., backend=...)`: two ranks do a function of rank.py; its outcome."""
+    """`run(work, options, device=..., backend=...)`: runs a function of rank.py on two ranks; returns the outcome."""
     ranks, rank = load("ranks"), load("rank")
 
     def run(work: str, options: dict[str, Any], *, device: str = "cpu", backend: str = "") -> Any:
@@ -52,7 +52,7 @@ def test_two_ranks_conform(
     """Two layers: two cuts at attention, and with the collectives five more. The first is the embedding's, the last
     ends the model.
 
-    A step without tokens has nothing to sum: the group's own backend lets the ranks meet.
+    In a step without tokens, the group's own backend synchronizes the ranks.
     """
     outcome = run("conforms", {"cut_collectives": cut_collectives, "rule": rule}, device=device)
     first, second = outcome.values
@@ -107,7 +107,7 @@ def _runs(process: int) -> bool:
 def test_tokens_of_two_ranks_are_those_of_one(
     load: Callable[[str], ModuleType], record_property: Callable[[str, object], None], device: str, dtype: str
 ) -> None:
-    """fp32: all the same. bf16 sums in another order may turn a near tie: the report says where, and by how little.
+    """fp32: all tokens are equal. In bf16 another order of sums may turn a near tie; the report names the margins.
 
     Ranks on one device sum over gloo, which no graph holds: piecewise graphs leave the collectives out.
     """

@@ -81,7 +81,7 @@ class ToyModel(nn.Module):
 
 @dataclass(slots=True)
 class Setup:
-    """Everything behind a harness, for tests that reach into it."""
+    """A harness with its model, backend, runtime and runners."""
 
     model: ToyModel
     backend: AttentionBackend
@@ -111,7 +111,7 @@ def make_backend(
         ),
     )
     shapes = [(limits.num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
-    with torch.inference_mode(False):  # the host's memory, whatever the mode of a test
+    with torch.inference_mode(False):  # ordinary tensors, as a host allocates them
         caches = [LayerCache(k=torch.zeros(s, device=device), v=torch.zeros(s, device=device)) for s in shapes]
     backend.bind_kv_caches(caches)
     return backend, caches
@@ -123,14 +123,14 @@ def make_backend(
         pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu),
     ]
 )
-def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+def runtime_and_device(request: pytest.FixtureRequest) -> tuple[str, str]:
     """(runtime, device)."""
     value: tuple[str, str] = request.param
     return value
 
 
 @pytest.fixture
-def make_setup(place: tuple[str, str]) -> MakeSetup:
+def make_setup(runtime_and_device: tuple[str, str]) -> MakeSetup:
     """Makes a setup; `warm=False` leaves the capture to the test, `model` replaces the toy model."""
 
     def make(
@@ -142,7 +142,7 @@ def make_setup(place: tuple[str, str]) -> MakeSetup:
         logits_in_graph: bool = True,
         limits: Limits = LIMITS,
     ) -> Setup:
-        runtime_name, device = place
+        runtime_name, device = runtime_and_device
         torch.manual_seed(0)
         model = (model or ToyModel()).to(device)
         specs = [layer.spec for layer in model.attn]

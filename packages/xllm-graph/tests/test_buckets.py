@@ -1,4 +1,4 @@
-"""Bucket series as the design fixes them, and what a configuration may give instead."""
+"""Bucket series, and the sizes that a configuration may set."""
 
 from __future__ import annotations
 

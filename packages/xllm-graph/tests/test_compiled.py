@@ -87,7 +87,7 @@ def test_steps_in_inference_mode(make_setup: MakeSetup) -> None:
 
 @pytest.mark.parametrize(("max_num_tokens", "max_model_len"), [(1, 4), (4, 1)])
 def test_steps_of_one_token_at_most(make_setup: MakeSetup, max_num_tokens: int, max_model_len: int) -> None:
-    """All of them are padded then, and so must be what was compiled."""
+    """Then every step is padded to two tokens, in warm-up too."""
     limits = Limits(
         max_num_seqs=1, max_num_tokens=max_num_tokens, max_model_len=max_model_len, page_size=4, num_pages=8,
         vocab_size=50,
@@ -99,7 +99,7 @@ def test_steps_of_one_token_at_most(make_setup: MakeSetup, max_num_tokens: int, 
 
 
 def test_release_drops_what_was_compiled(make_setup: MakeSetup) -> None:
-    """The compiler keeps its own references as long as the process lives: they must not lead to model and caches."""
+    """torch.compile keeps references until process exit: none may lead to the model or its caches."""
     setup = make_setup(warm=False)
     model = type(setup.model)().to(setup.backend.limits.device)
     calls = ModelCalls(forward=model, compute_logits=model.compute_logits, backend=setup.backend)
@@ -119,7 +119,7 @@ def test_release_drops_what_was_compiled(make_setup: MakeSetup) -> None:
 def test_a_compilation_after_warmup_is_an_error(make_setup: MakeSetup) -> None:
     setup = make_setup(warm=False)
     compiled(setup, "eager")
-    setup.model.embed.scale_grad_by_freq = True  # a constant of what was compiled
+    setup.model.embed.scale_grad_by_freq = True  # a constant of the compiled graph
     with pytest.raises(ConformanceError, match="compiled again after warm-up") as caught:
         setup.harness.step((setup.harness.add(), 5))
     assert caught.value.check is Check.STEP_RAISED

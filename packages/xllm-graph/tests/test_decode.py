@@ -1,4 +1,4 @@
-"""DecodeGraphRunner: which rows' logits it gives, from where."""
+"""DecodeGraphRunner: selection of logits rows, refused steps, and the order of host fills and plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode_step(setup: Any, num_seqs: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("rows", [(0, 1, 2), (2, 0), (1,), (), (0, 1, 2, 2, 1, 0, 1, 0, 1)])
 def test_rows_in_any_order_and_number(make_setup: MakeSetup, rows: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The same step gives the same logits for every selection of rows, more than the bucket has among them."""
+    """The same step gives the same logits for every logits_indices, also with more entries than the bucket."""
     setup = make_setup()
     step = decode_step(setup, 3)
     hidden = setup.decode.execute(*step, None).clone()
@@ -34,7 +34,7 @@ def test_rows_in_any_order_and_number(make_setup: MakeSetup, rows: tuple[int, ..
 
 
 def test_rows_of_a_larger_step_are_forgotten(make_setup: MakeSetup) -> None:
-    """A step without wanted rows must not look for those of an earlier one, which it may not have."""
+    """A step without logits_indices must not use those of an earlier step, which may exceed its bucket."""
     setup = make_setup()
     large, small = decode_step(setup, 8), decode_step(setup, 1)
     setup.decode.execute(*large, torch.full((8,), 7, dtype=torch.int32, device=large[0].device))
@@ -53,7 +53,7 @@ def test_logits_are_the_graphs_own_memory(make_setup: MakeSetup) -> None:
 
 @pytest.mark.parametrize("num_seqs", [2, 4])
 def test_tokens_of_another_step_than_the_metadata_are_refused(make_setup: MakeSetup, num_seqs: int) -> None:
-    """Both fit one bucket, which would hide it: a token of padding for a live sequence, or a token without one."""
+    """Both fit one bucket, so padding would hide the difference."""
     setup = make_setup()
     tokens, positions, _ = decode_step(setup, 3)
     *_, metadata = decode_step(setup, num_seqs)
@@ -62,7 +62,7 @@ def test_tokens_of_another_step_than_the_metadata_are_refused(make_setup: MakeSe
 
 
 def test_other_numbers_of_tokens_and_sequences_are_refused(make_setup: MakeSetup) -> None:
-    """In the words of eager execution. A bucket of four would take the third token for padding."""
+    """The error is that of eager execution. A bucket of four would treat the third token as padding."""
     setup = make_setup()
     tokens, positions, three = decode_step(setup, 3)
     *_, two = decode_step(setup, 2)
@@ -75,7 +75,7 @@ def test_other_numbers_of_tokens_and_sequences_are_refused(make_setup: MakeSetup
 
 @pytest.mark.parametrize("logits_in_graph", [True, False])
 def test_results_ask_for_no_gradients(make_setup: MakeSetup, logits_in_graph: bool) -> None:
-    """Whatever the caller's thread is set to: hosts change logits in place."""
+    """In any grad mode of the caller, since hosts change logits in place."""
     setup = make_setup(logits_in_graph=logits_in_graph)
     step = decode_step(setup, 2)
     assert setup.model.head.weight.requires_grad
@@ -88,7 +88,7 @@ def test_results_ask_for_no_gradients(make_setup: MakeSetup, logits_in_graph: bo
 def test_host_fields_are_filled_before_the_plan_where_it_reads_them(
     make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, plans_on_host: bool
 ) -> None:
-    """Else behind the launch, where they cost the device no time."""
+    """Otherwise they are filled after the launch, while the device runs."""
     setup = make_setup(warm=False)
     monkeypatch.setattr(setup.backend, "plans_on_host", lambda phase: plans_on_host)
     setup.decode.warmup()
@@ -97,7 +97,7 @@ def test_host_fields_are_filled_before_the_plan_where_it_reads_them(
 
     def spied(metadata: Any, *, graph: bool = False) -> None:
         seen.append(metadata.paged_kv_indptr_host.tolist())
-        plan(step[2])  # whatever it says: what comes out is no matter here
+        plan(step[2])  # any valid plan: the outputs are not checked
 
     for size in (3, 4):
         step = decode_step(setup, size)

@@ -1,4 +1,4 @@
-"""EagerRunner: plans once, runs the two callables in the backend's context, returns what was asked for."""
+"""EagerRunner: plans once, runs the two callables in the backend's context, returns logits or hidden states."""
 
 from __future__ import annotations
 

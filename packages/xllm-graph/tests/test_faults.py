@@ -20,7 +20,7 @@ MakeSetup = Callable[..., Any]
 
 
 @pytest.fixture
-def place() -> tuple[str, str]:
+def runtime_and_device() -> tuple[str, str]:
     """Recorded graphs only: an access out of bounds would end the process's use of a device."""
     return "recorded", "cpu"
 
@@ -165,7 +165,7 @@ def test_an_uncleared_tail(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("scenario", ["shrinking_batches", "chunk_sizes"])
 def test_a_baked_in_branch(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, scenario: str) -> None:
-    """A Python branch on the step at hand, which a capture can take one way only."""
+    """A Python branch on the step: the capture takes one side, and replays repeat it."""
     setup = make_setup(warm=False)
     model = setup.model
     forward = type(model).forward
@@ -191,7 +191,7 @@ def test_a_reallocated_input_buffer(make_setup: MakeSetup, scenario: str) -> Non
 
 
 def test_a_reallocated_metadata_buffer(make_setup: MakeSetup) -> None:
-    """The torch backend copies the plan to buffers of its own, so there it is those that must not move."""
+    """The torch backend copies the plan into its own static buffers, which a graph has captured."""
     setup = make_setup()
     setup.backend._append_buffers = None
     assert_found(setup, "shrinking_batches", Check.LOGITS)
@@ -255,7 +255,7 @@ def test_a_capture_that_never_happens(make_setup: MakeSetup) -> None:
 
 
 def test_a_result_that_another_step_overwrites(make_setup: MakeSetup) -> None:
-    """A model that keeps what one of its graphs computed for another graph to read."""
+    """A model in which one graph reads an output of another graph."""
     setup = make_setup(warm=False)
     model = setup.model
     forward = type(model).forward

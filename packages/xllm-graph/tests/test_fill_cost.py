@@ -1,4 +1,4 @@
-"""How much a decode step enqueues beside its graph: each launch costs microseconds of a step of a millisecond."""
+"""Number of ops per decode step besides the graph: each launch costs microseconds of a step of about a millisecond."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Ops(TorchDispatchMode):
-    """Counts ops: views cost the host about a microsecond each, those that write several."""
+    """Counts dispatched ops. A view costs the host about a microsecond, an op that writes several."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,12 +25,12 @@ class Ops(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("live", "ops"),
     [
-        (8, {"_foreach_copy_": 2}),  # all on the device at once, and all host mirrors
-        (5, {"_foreach_copy_": 2, "slice": 2, "copy_": 1}),  # last offsets on the device; the host's tails
+        (8, {"_foreach_copy_": 2}),  # one for the device, one for the host mirrors
+        (5, {"_foreach_copy_": 2, "slice": 2, "copy_": 1}),  # plus the last offsets on the device and the host padding
     ],
 )
 def test_ops_of_a_fill(make_setup: Callable[..., Any], live: int, ops: dict[str, int]) -> None:
-    """Of a size that was seen before, wherever the step itself lies."""
+    """A step of a size that was filled before, at other addresses."""
     setup = make_setup()
     harness = setup.harness
     requests = [harness.add() for _ in range(live)]

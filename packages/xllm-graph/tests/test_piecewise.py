@@ -1,4 +1,4 @@
-"""Cutting: where a chain is cut, what an op between graphs may return, and what is refused."""
+"""PiecewiseGraphRunner: cuts, results of ops between graphs, and refused steps."""
 
 from __future__ import annotations
 

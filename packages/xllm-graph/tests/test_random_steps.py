@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 SETTINGS = settings(
     max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-# For each step: how many tokens each of the running requests gets; 0 leaves it out, a first entry beyond them is new.
+# Per step, the number of tokens of each running request. 0 leaves a request out; an entry after the last one adds one.
 STEPS = st.lists(st.lists(st.integers(0, 6), max_size=11), min_size=1, max_size=6)
 
 
@@ -22,10 +22,10 @@ def check(harness: Any, steps: list[list[int]], ends: set[int]) -> None:
     requests: list[int] = []
     for index, counts in enumerate(steps):
         left, parts = harness.limits.max_num_tokens, []
-        for place, count in enumerate(counts):
-            if place == len(requests):
+        for index_in_step, count in enumerate(counts):
+            if index_in_step == len(requests):
                 requests.append(harness.add())
-            number = requests[place]
+            number = requests[index_in_step]
             count = min(count, left, harness.limits.max_model_len - harness.length(number))
             if count:
                 parts.append((number, count))

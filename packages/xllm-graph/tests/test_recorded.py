@@ -1,4 +1,4 @@
-"""RecordedGraphRuntime by itself: exactly what was dispatched, on the memory it was dispatched on."""
+"""RecordedGraphRuntime alone: a replay runs the dispatched ops again, on the captured memory."""
 
 from __future__ import annotations
 

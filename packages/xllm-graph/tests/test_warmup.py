@@ -1,4 +1,4 @@
-"""Warm-up: all runs once before it is captured, nothing leaks to other threads, a failure leaves no trace."""
+"""Warm-up: every shape runs before its capture, other threads are not affected, a failure is undone."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_warmup_writes_nothing_and_reports_everything(make_setup: MakeSetup) -> 
 
 
 def test_work_in_another_thread_goes_on_during_a_capture(make_setup: MakeSetup) -> None:
-    """What is not part of a capture may read values, allocate and wait as it likes."""
+    """Code outside of the capture may read values, allocate and synchronize."""
     setup = make_setup(warm=False)
     stop = threading.Event()
 
@@ -116,7 +116,7 @@ def test_a_step_in_another_thread_than_the_warmup(make_setup: MakeSetup) -> None
 
 
 def test_runners_made_and_warmed_up_in_inference_mode_serve_outside(make_setup: MakeSetup) -> None:
-    """What lasts is ordinary memory: later steps fill it, and hosts change results in place."""
+    """Static buffers are ordinary tensors: later steps fill them, and hosts change results in place."""
     with torch.inference_mode():
         setup = make_setup()
     for scenario in (SCENARIOS[0], SCENARIOS[-1]):
@@ -157,15 +157,15 @@ def test_a_failed_capture_leaves_eager_execution_usable(make_setup: MakeSetup) -
 
 @pytest.mark.parametrize("name", ["piecewise", "decode_graph"])
 def test_a_warmup_that_fails_midway_is_undone(make_setup: MakeSetup, name: str) -> None:
-    """Steps are eager for the right reason then, and warm-up may be tried again."""
+    """Afterwards steps are eager with the reason not_warmed_up, and warm-up may be tried again."""
     setup = make_setup(warm=False)
 
     def fail(report: CaptureReport) -> None:
         if (report.runner, report.size) == (name, 4):
-            raise MemoryError(f"no memory behind size {report.size}")
+            raise MemoryError(f"no memory after size {report.size}")
 
     for runners in (setup.decode if name == "decode_graph" else setup.piecewise, setup.runners):
-        with pytest.raises(MemoryError, match="no memory behind size 4"):
+        with pytest.raises(MemoryError, match="no memory after size 4"):
             runners.warmup(fail)
     assert setup.runners.reports == ()
     assert setup.runners.memory_bytes == 0

@@ -62,7 +62,7 @@ class StepStats:
     def count_misses(self, misses: Iterable[tuple[str, EagerReason]]) -> None:
         """Counts the runners that would have come before the one that ran a step, each with its reason."""
         for runner, reason in misses:
-            if reason is not EagerReason.NOT_DECODE:  # how it is meant to be
+            if reason is not EagerReason.NOT_DECODE:  # expected: a prefill is no miss
                 self.misses.setdefault(runner, Counter())[reason.value] += 1
 
 

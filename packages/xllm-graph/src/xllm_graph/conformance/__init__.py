@@ -1,7 +1,7 @@
-"""A suite that holds graph execution to eager execution: every runner, any runtime, any model and backend.
+"""Conformance suite: compares graph execution with eager execution, for any runner, runtime, model and backend.
 
-Owns the requests, the poison, the comparison and the scenarios. Imports no test framework: a test calls `check` with a
-scenario and a way to make a `ReplayHarness`, and gets a `ConformanceError` that says what differs.
+Owns the requests, the poison, the comparison and the scenarios. Imports no test framework: a test makes a
+`ReplayHarness` and calls a scenario with it. A `ConformanceError` names the check that failed.
 """
 
 from .comparison import Check, ConformanceError

@@ -1,6 +1,6 @@
 """`ReplayHarness`: requests over two KV caches, one for graph execution and one for the eager reference.
 
-Owns pages, token ids, the poison and the checks of every step. Runs each step twice and compares everything it can see.
+Owns pages, token ids, the poison and the checks of a step. Runs each step twice; compares outputs, caches and padding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Execute = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the harness's executors were made for."""
+    """Sizes that both executors of a harness serve."""
 
     max_num_seqs: int
     max_num_tokens: int  # the largest bucket of tokens
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Request:
-    tokens: torch.Tensor  # [max_model_len] int32, host: all it will ever say
+    tokens: torch.Tensor  # [max_model_len] int32, host: prompt and answer, drawn in advance
     length: int = 0  # tokens in the cache
     pages: list[int] = field(default_factory=list)
 
@@ -54,11 +54,11 @@ class ReplayHarness:
     """Requests, by number, whose steps run under graphs and eagerly.
 
     Args:
-        execute: what is checked; its backend is bound to `caches`.
+        execute: the executor under test; its backend is bound to `caches`.
         runners: the runners that `execute` uses.
-        caches: [layer] -> cache, of the executor that is checked.
+        caches: one per layer, of the executor under test.
         reference: eager execution over other caches.
-        reference_caches: those.
+        reference_caches: one per layer, of the reference.
         limits: of both.
         device: of tokens and caches.
         seed: of all token ids and pages.
@@ -109,7 +109,7 @@ class ReplayHarness:
         return number
 
     def copy(self, number: int) -> int:
-        """A new request that will say the same, with nothing in the cache yet."""
+        """A new request with the same tokens, none of them in the cache yet."""
         copy = self.add()
         self._requests[copy].tokens = self._requests[number].tokens.clone()
         return copy
@@ -257,5 +257,5 @@ def _live(metadata: StaticAttentionMetadata) -> AttentionMetadata:
     """The padded step, with the page indices cut to those that it uses; the buffer is longer."""
     fields = {field.name: getattr(metadata, field.name) for field in FIELDS}
     fields["paged_kv_indices"] = fields["paged_kv_indices"][: int(metadata.paged_kv_indptr_host[-1])]
-    fields["max_query_len"] = 1  # scalars are not padded: a step without a sequence says 0, its padded rows have 1
+    fields["max_query_len"] = 1  # scalars are not padded: 0 in a step without a sequence, whose padded rows have 1
     return BuiltAttentionMetadata(**fields)

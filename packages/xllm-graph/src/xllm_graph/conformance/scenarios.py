@@ -1,4 +1,4 @@
-"""The situations in which graph execution has gone wrong elsewhere, each as steps of a `ReplayHarness`.
+"""Scenarios: sequences of steps in which the graph execution of other projects has failed.
 
 Owns the order of steps only: what must hold in every step is checked by the harness.
 """
@@ -82,7 +82,7 @@ def chunk_sizes(harness: ReplayHarness) -> None:
 
 
 def several_tokens_in_decode(harness: ReplayHarness) -> None:
-    """Verification of drafts: several tokens a sequence, with logits of every row."""
+    """Verification of drafts: several tokens per sequence, with logits of every row."""
     requests = _started(harness, 3)
     for counts in ((2, 2, 2), (1, 4, 2), (3, 1, 1)):
         harness.step(*zip(requests, counts, strict=True), logits=range(sum(counts)))
@@ -152,7 +152,7 @@ def kinds_in_turn(harness: ReplayHarness) -> None:
 
 
 def all_under_graphs(harness: ReplayHarness) -> None:
-    """No step of any kind has run eagerly: a graph that was never captured would show here."""
+    """No step runs eagerly, which it would if its graph was never captured."""
     kinds_in_turn(harness)
     steps = harness.runners.stats.steps
     if not steps or steps.get("eager", 0):

@@ -21,7 +21,7 @@ class _Running:
 
 
 class MixedWorkload:
-    """Decode of everything that runs, and chunks of the next prompts as far as tokens and sequences reach.
+    """Schedules decode of all running requests, then chunks of the next prompts up to the token and sequence limits.
 
     Args:
         harness: whose limits are kept.
@@ -74,7 +74,7 @@ class MixedWorkload:
         self._waiting -= 1
         page_size = self._harness.limits.page_size
         prompt = 1 + self._random(self._max_prompt)
-        # A hit lives on pages of a request that is still there; at least one token is left to compute.
+        # A prefix hit shares pages of a running request. At least one token is left to compute.
         full = [(r.number, self._harness.length(r.number) // page_size) for r in self._running]
         donors = [(number, pages) for number, pages in full if pages]
         if donors and self._random(3) == 0:

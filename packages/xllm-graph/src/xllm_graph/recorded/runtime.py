@@ -141,7 +141,7 @@ class RecordedGraphRuntime:
         assert self._graph is not None
         check_op(func)
         inputs = {_address(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-        with self._pause():  # a kernel may do inside what it likes; on another device it is another one
+        with self._pause():  # the op is one entry: ops that its CPU kernel dispatches are not recorded
             result = func(*args, **kwargs)
         check_result(func, result)
         outputs: list[torch.Tensor | None] = []  # for each tensor of the result: the pool memory that a replay writes
@@ -175,7 +175,7 @@ class RecordedGraphRuntime:
             result = launch(*args, **kwargs)
             for tensor in tree_iter((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
-                    graph.writes(tensor)  # which of them it writes is the kernel's own business
+                    graph.writes(tensor)  # the launch does not say which of them it writes
             args, kwargs = tree_map_only(torch.Tensor, self._snapshot, (args, kwargs))
         graph.append(lambda: launch(*args, **kwargs))
         return result
