@@ -87,7 +87,6 @@ class ModelExecutor:
         self._validate = config.validate or os.environ.get("XLLM_VALIDATE") == "1"
         self._num_pages: int | None = None
         self._warmup_plans = self._backend.plan_counts
-        self._page_size = 0
 
     def bind_kv_caches(self, caches: Sequence[LayerCache | Sequence[torch.Tensor | None]]) -> None:
         """Binds the KV cache, once. The host owns the memory, which must outlive the executor.
@@ -108,7 +107,7 @@ class ModelExecutor:
         first = layers[0].k
         assert first is not None  # the backend has checked it
         self._runners = make_runners(model, self.config, self._backend, self._sizes, self._graph_passes)
-        self._num_pages, self._page_size = first.shape[0], first.shape[1]
+        self._num_pages = first.shape[0]
 
     def warmup(self) -> None:
         """Compiles kernels and captures the configured graphs, so that the first request does not wait for them.
@@ -171,7 +170,7 @@ class ModelExecutor:
                     num_tokens=tokens.shape[0],
                     num_seqs=metadata.paged_kv_last_page_len_host.shape[0],
                     num_pages=self._num_pages,
-                    page_size=self._page_size,
+                    page_size=self._backend.page_size,
                     positions=positions,
                     logits_indices=logits_indices,
                 )
