@@ -11,7 +11,7 @@ from .config import ModelConfig, RopeConfig
 from .layers import TensorParallel
 from .loading import DictStateDict, StateDict, WeightError, WeightMap
 from .loading.model import load_model, register_port
-from .registry import get_model_class, register_model, supported_models
+from .registry import get_model_class, read_model_config, register_model, supported_models
 
 __all__ = [
     "CausalLM",
@@ -24,6 +24,7 @@ __all__ = [
     "WeightMap",
     "get_model_class",
     "load_model",
+    "read_model_config",
     "register_model",
     "register_port",
     "supported_models",

@@ -6,6 +6,7 @@ belongs to the family, in `models/`.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,10 +16,12 @@ from torch import nn
 
 from xllm_attention import Attention, AttentionSpec
 
-from .config import ModelConfig
+from .config import TEXT_MODEL_TYPE, ModelConfig, text_config
 from .layers import ParallelLMHead, TensorParallel
-from .loading import StateDict, WeightMap, dequantized, load_weights
+from .loading import StateDict, WeightMap, dequantized, load_weights, without_prefixes
 from .passes import NextWeights, PartialSums, run_on_meta
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class CausalLM(nn.Module, ABC):
@@ -30,6 +33,7 @@ class CausalLM(nn.Module, ABC):
     """
 
     weight_map: ClassVar[WeightMap]
+    text_model_types: ClassVar[tuple[str, ...]] = ()  # allowed in a nested text_config; (): all
     config_defaults: ClassVar[Mapping[str, Any]] = {}  # in HF names
     own_config: ClassVar[Mapping[str, Any]] = {}  # in HF names, with defaults
 
@@ -52,7 +56,7 @@ class CausalLM(nn.Module, ABC):
         """
         super().__init__()
         if not isinstance(config, ModelConfig):
-            config = self.parse_config(config)
+            config = self.parse_config(text_config(config))
         self.config = config
         self.device = _resolve_device(device)
         self.dtype = dtype or config.dtype
@@ -70,7 +74,19 @@ class CausalLM(nn.Module, ABC):
 
     @classmethod
     def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """The family's configuration from config.json or ModelArgs names; see `ModelConfig.from_dict` for errors."""
+        """The family's configuration from config.json or ModelArgs names; see `ModelConfig.from_dict` for errors.
+
+        This is the only way in which a configuration is parsed. A family whose keys differ overrides it, changes `raw`
+        and calls this method. `load_model`, `compare` and a model's constructor pass the text model's keys, flat
+        (`config.text_config`).
+        """
+        raw = text_config(raw)
+        found = raw.get(TEXT_MODEL_TYPE)
+        if cls.text_model_types and found is not None and found not in cls.text_model_types:
+            raise ValueError(
+                f"model_type {found!r} of text_config is not supported by {cls.__name__}; "
+                f"supported: {', '.join(cls.text_model_types)}"
+            )
         return ModelConfig.from_dict(raw, defaults=cls.config_defaults, own=cls.own_config)
 
     @abstractmethod
@@ -100,6 +116,11 @@ class CausalLM(nn.Module, ABC):
                 f"weights of rank {tp_rank} of {tp_size} do not fit a model built as rank {self.tp.rank} of "
                 f"{self.tp.size}"
             )
+        state_dicts = without_prefixes(state_dicts, self.weight_map)
+        ignored = self.weight_map.count_ignored(name for one in state_dicts for name in list(one.keys()))
+        if ignored:
+            listed = ", ".join(f"{count} of {pattern}" for pattern, count in ignored.items())
+            _LOGGER.warning("tensors of the checkpoint that %s ignores: %s", type(self).__name__, listed)
         if self.config.quantization is not None:
             state_dicts = dequantized(state_dicts, self.config.quantization)
         tied = self.config.tie_word_embeddings

@@ -6,25 +6,30 @@ first use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
 from .causal_lm import CausalLM
+from .config import ConfigKeys, ModelConfig, read_config
 
 ENTRY_POINT_GROUP = "xllm.models"
 
 _BUILT_IN = {
-    name: f"xllm_models.models.{module}:{architecture}"
-    for module, architecture, model_type in (
-        ("gemma3", "Gemma3ForCausalLM", "gemma3_text"),
+    name: f"xllm_models.models.{module}:{class_name}"
+    for module, class_name, *names in (
+        # Of a checkpoint with a vision tower, the text model is served.
+        ("gemma3", "Gemma3ForCausalLM", "gemma3_text", "Gemma3ForConditionalGeneration", "gemma3"),
         ("llama", "LlamaForCausalLM", "llama"),
-        ("mistral", "MistralForCausalLM", "mistral"),
+        ("mistral", "MistralForCausalLM", "mistral", "Mistral3ForConditionalGeneration", "mistral3"),
         ("phi3", "Phi3ForCausalLM", "phi3"),
         ("qwen2", "Qwen2ForCausalLM", "qwen2"),
         ("qwen3", "Qwen3ForCausalLM", "qwen3"),
         ("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe"),
     )
-    for name in (architecture, model_type)
+    for name in (class_name, *names)
 }
 
 _registered: dict[str, type[CausalLM]] = {}
@@ -66,6 +71,27 @@ def get_model_class(name: str) -> type[CausalLM]:
         f"unsupported architecture {name!r}; supported: {', '.join(supported_models())}. Other families need an "
         f"entry point of the group {ENTRY_POINT_GROUP}, or register_model"
     )
+
+
+def architecture(raw: Mapping[str, Any], where: str = "config") -> str:
+    """The name under which a configuration's model class is found: the first of `architectures`, or `model_type`.
+
+    ValueError if it has neither.
+    """
+    keys = ConfigKeys(raw, where)
+    architectures = keys.strings("architectures")
+    return architectures[0] if architectures else keys.string("model_type")
+
+
+def read_model_config(path: str | Path) -> tuple[type[CausalLM], ModelConfig]:
+    """The model class of a checkpoint directory, and the configuration as that class parses it.
+
+    Errors are those of `read_config`, `get_model_class` and the class's `parse_config`.
+    """
+    directory = Path(path)
+    raw = read_config(directory)
+    model_class = get_model_class(architecture(raw, str(directory / "config.json")))
+    return model_class, model_class.parse_config(raw)
 
 
 def _checked(name: str, model_class: object) -> type[CausalLM]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ..config import ModelConfig, parse_dtype, read_config
+from ..config import parse_dtype
 from ..loading.model import load_model, register_port
+from ..registry import read_model_config
 from .blind_spots import blind_spots
 from .dump import read_dump, write_dump
 from .hf import trace_hf
@@ -72,7 +73,7 @@ def _dump(directory: Path, ours: Trace, reference: Trace) -> None:
 def _token_ids(arguments: argparse.Namespace) -> tuple[int, ...]:
     """The prompt's tokens; without a prompt and a tokenizer, random ones of a fixed seed."""
     directory: Path = arguments.model_dir
-    vocab_size = ModelConfig.from_dict(read_config(directory)).vocab_size
+    vocab_size = read_model_config(directory)[1].vocab_size
     if arguments.prompt_ids is not None:
         if arguments.prompt is not None:
             raise ValueError("--prompt and --prompt-ids exclude each other")

@@ -19,9 +19,12 @@ def trace_hf(directory: Path, token_ids: Sequence[int], *, dtype: torch.dtype, d
 
     ModuleNotFoundError if transformers is not installed.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    # Without images, a model of text and images runs its text model only.
+    text_only = type(AutoConfig.from_pretrained(directory)) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+    model: nn.Module = auto_class.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     model.to(device)
     trace = Trace(token_ids=tuple(token_ids))
 
@@ -47,26 +50,34 @@ def _attention_observed(model: nn.Module, trace: Trace) -> Iterator[None]:
     """Also record each attention's queries and keys (after norms and rotary embedding) and its result.
 
     Hooks do not see HF's rotary embedding, which is a function. HF looks up its attention function by name in the
-    family's Python module at each call, so a wrapper set there sees its inputs and its result.
+    family's Python module at each call, so a wrapper set there sees its inputs and its result. A model of several
+    (vision, text) has modules of more than one family.
     """
     names = {id(module): f"{name}.attn" for name, module in model.named_modules()}
-    family: Any = sys.modules[type(model).__module__]
-    original: Callable[..., Any] | None = getattr(family, "eager_attention_forward", None)
-    if original is None:
-        yield
-        return
-    attend = original
+    families: dict[str, Any] = {
+        type(module).__module__: sys.modules[type(module).__module__] for module in model.modules()
+    }
+    originals = {
+        name: family.eager_attention_forward
+        for name, family in families.items()
+        if hasattr(family, "eager_attention_forward")
+    }
 
-    def observing(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = attend(module, query, key, *args, **kwargs)
-        name = names[id(module)]
-        trace.add(f"{name}.q", query[0].transpose(0, 1))  # from [1, H, T, D]
-        trace.add(f"{name}.k", key[0].transpose(0, 1))
-        trace.add(name, out[0][0])  # from [1, T, H, D]
-        return out
+    def observing(attend: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            out = attend(module, query, key, *args, **kwargs)
+            name = names[id(module)]
+            trace.add(f"{name}.q", query[0].transpose(0, 1))  # from [1, H, T, D]
+            trace.add(f"{name}.k", key[0].transpose(0, 1))
+            trace.add(name, out[0][0])  # from [1, T, H, D]
+            return out
 
-    family.eager_attention_forward = observing
+        return call
+
+    for name, original in originals.items():
+        families[name].eager_attention_forward = observing(original)
     try:
         yield
     finally:
-        family.eager_attention_forward = original
+        for name, original in originals.items():
+            families[name].eager_attention_forward = original

@@ -65,6 +65,11 @@ def compare_traces(ours: Trace, theirs: Trace, weight_map: WeightMap, *, toleran
     """
     if ours.token_ids != theirs.token_ids:
         raise ValueError(f"the traces are of different tokens: {len(ours.token_ids)} and {len(theirs.token_ids)}")
+    # A model of several (vision, text) has its text model under a prefix.
+    theirs = Trace(
+        token_ids=theirs.token_ids,
+        entries={weight_map.without_prefix(name): value for name, value in theirs.entries.items()},
+    )
     errors, only_ours = [], []
     for name, value in ours.entries.items():
         reference = _counterpart(name, theirs, weight_map)

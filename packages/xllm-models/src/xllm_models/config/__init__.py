@@ -11,9 +11,11 @@ from .model import DTYPES, ModelConfig, parse_dtype
 from .moe import MoEConfig
 from .quantization import Quantization, parse_quantization
 from .rope import RopeConfig, parse_layer_ropes, parse_rope
+from .text import TEXT_MODEL_TYPE, text_config
 
 __all__ = [
     "DTYPES",
+    "TEXT_MODEL_TYPE",
     "ConfigKeys",
     "MoEConfig",
     "ModelConfig",
@@ -24,4 +26,5 @@ __all__ = [
     "parse_quantization",
     "parse_rope",
     "read_config",
+    "text_config",
 ]

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from .keys import ConfigKeys
+from .text import text_config
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory, with the eos ids of generation_config.json added to its own.
+    """The text model's keys of config.json (see `text_config`), with the eos ids of generation_config.json added.
 
     FileNotFoundError if the directory or config.json does not exist, ValueError if it is not a JSON object.
     """
@@ -19,7 +20,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"model directory {directory} has no config.json")
-    raw = _read_json(path)
+    raw = text_config(_read_json(path))
     generation_path = directory / "generation_config.json"
     if generation_path.is_file():
         # Chat models often end a turn with tokens that only the generation config lists.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .checkpoint import open_checkpoint
 from .loader import WeightError, load_weights
+from .prefix import without_prefixes
 from .quantized import dequantized
 from .state_dict import DictStateDict, SafetensorsStateDict, SliceableStateDict, StateDict, TensorSlice
 from .weight_map import WeightMap
@@ -22,4 +23,5 @@ __all__ = [
     "dequantized",
     "load_weights",
     "open_checkpoint",
+    "without_prefixes",
 ]

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from ..causal_lm import CausalLM
-from ..config import ConfigKeys, ModelConfig, parse_dtype, read_config
+from ..config import parse_dtype, read_config
 from ..layers import TensorParallel
-from ..registry import get_model_class, register_model
+from ..registry import architecture, read_model_config, register_model
 from .checkpoint import open_checkpoint
 
 
@@ -41,12 +41,7 @@ def load_model(
         ValueError: an unsupported architecture, configuration, dtype or device, or weights that do not fit.
     """
     directory = Path(path)
-    raw = read_config(directory)
-    keys = ConfigKeys(raw, str(directory / "config.json"))
-    architectures = keys.strings("architectures")
-    name = architectures[0] if architectures else keys.string("model_type")
-    model_class = get_model_class(name)
-    config = model_class.parse_config(raw)
+    model_class, config = read_model_config(directory)
     if max_model_len is not None:
         if not 0 < max_model_len <= config.num_positions:
             raise ValueError(
@@ -79,4 +74,4 @@ def register_port(target: str, path: str | Path) -> None:
     model_class = getattr(imported, name, None)
     if model_class is None:
         raise ValueError(f"module {module} has no {name}")
-    register_model(ModelConfig.from_dict(read_config(Path(path))).architecture, model_class)
+    register_model(architecture(read_config(Path(path))), model_class)

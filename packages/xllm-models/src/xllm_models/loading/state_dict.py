@@ -6,6 +6,7 @@ Owns the protocols and two implementations: tensors in memory and a safetensors 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -69,21 +70,27 @@ class SafetensorsStateDict:
             self._file = cast(Any, safe_open(path, framework="pt", device="cpu"))
         except SafetensorError as error:
             raise ValueError(f"weight file {path} is truncated or not a safetensors file: {error}") from error
-        present = dict.fromkeys(self._file.keys())
-        self._names = present if names is None else dict.fromkeys(names)
+        present = {name: name for name in self._file.keys()}  # noqa: SIM118  safetensors' file is no mapping
+        self._names = present if names is None else {name: name for name in names}  # name: that in the file
         absent = [name for name in self._names if name not in present]
         if absent:
             raise ValueError(f"weight file {path} lacks tensors that the index lists for it: {', '.join(absent)}")
+
+    def renamed(self, names: Mapping[str, str]) -> SafetensorsStateDict:
+        """The same mapped file under other names; `names` maps each of them to the name in this state dict."""
+        other = copy(self)
+        other._names = {name: self._names[stored] for name, stored in names.items()}
+        return other
 
     def has(self, name: str) -> bool:
         return name in self._names
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)
+        tensor: torch.Tensor = self._file.get_tensor(self._names[name])
         return tensor
 
     def get_slice(self, name: str) -> TensorSlice:
-        tensor_slice: TensorSlice = self._file.get_slice(name)
+        tensor_slice: TensorSlice = self._file.get_slice(self._names[name])
         return tensor_slice
 
     def keys(self) -> Collection[str]:

@@ -108,12 +108,23 @@ class Gemma3Model(nn.Module):
 
 class Gemma3ForCausalLM(CausalLM):
     weight_map = WeightMap(
+        prefix=("language_model.", "model.language_model."),
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
         tied={"lm_head.weight": "model.embed_tokens.weight"},
+        ignored=("*vision_tower.*", "*multi_modal_projector.*"),
     )
 
+    text_model_types = ("gemma3_text",)
+    # Published checkpoints with a vision tower list only the keys that differ from these.
     config_defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "head_dim": 256,
+        "max_position_embeddings": 131072,
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,

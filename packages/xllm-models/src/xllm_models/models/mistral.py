@@ -94,10 +94,13 @@ class MistralModel(nn.Module):
 
 class MistralForCausalLM(CausalLM):
     weight_map = WeightMap(
+        prefix=("language_model.", "model.language_model."),
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
         tied={"lm_head.weight": "model.embed_tokens.weight"},
+        ignored=("*vision_tower.*", "*multi_modal_projector.*"),
     )
 
+    text_model_types = ("mistral",)
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
