@@ -17,7 +17,7 @@ from torch import nn
 from xllm_attention import Attention, AttentionSpec
 
 from .config import TEXT_MODEL_TYPE, ModelConfig, text_config
-from .layers import ParallelLMHead, TensorParallel
+from .layers import KeepDtypeParameter, ParallelLMHead, TensorParallel
 from .loading import StateDict, WeightMap, dequantized, load_weights, without_prefixes
 from .passes import NextWeights, PartialSums, run_on_meta
 
@@ -64,10 +64,11 @@ class CausalLM(nn.Module, ABC):
         with torch.device("meta"):
             self.build(config, self.tp)
         for parameter in self.parameters():
-            parameter.data = parameter.data.to(self.dtype)
+            if not isinstance(parameter, KeepDtypeParameter):
+                parameter.data = parameter.data.to(self.dtype)
         next_weights = NextWeights()
         run_on_meta(self, decoder=self.model, lm_head=self.lm_head, observers=(PartialSums(), next_weights))
-        _materialize(self, self.device, self.dtype)
+        _materialize(self, self.device)
         next_weights.assign()
         self.attention_specs = _attention_specs(self)
         self.eval()
@@ -91,7 +92,11 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
-        """Assign `self.model` and `self.lm_head`. The default device is meta; buffers must be made on the CPU."""
+        """Assign `self.model` and `self.lm_head`. The default device is meta.
+
+        Parameters and persistent buffers are filled from the checkpoint. Non-persistent buffers are constants and must
+        be made on the CPU. Parameters get the model's dtype, except `KeepDtypeParameter`; buffers keep their dtype.
+        """
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions [T] int32 or int64 -> hidden [T, hidden], inside a `forward_context`."""
@@ -107,7 +112,7 @@ class CausalLM(nn.Module, ABC):
     def load_weights(
         self, state_dicts: Sequence[StateDict], tp_rank: int = 0, tp_size: int = 1, *, progress: bool = False
     ) -> None:
-        """Set every parameter from the state dicts, in place; see `loading.load_weights` for the errors.
+        """Set parameters and persistent buffers from the state dicts, in place; errors: `loading.load_weights`.
 
         ValueError if `tp_rank` and `tp_size` are not those of `self.tp`.
         """
@@ -137,19 +142,25 @@ def _resolve_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device {str(device)!r} is not available: {first_line}") from error
 
 
-def _materialize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give every meta parameter storage on the device, in dtype; move buffers there, keeping their dtype."""
+def _materialize(module: nn.Module, device: torch.device) -> None:
+    """Give parameters storage on the device, in their dtype, and move buffers there.
+
+    A buffer on the meta device gets storage if the checkpoint fills it, which it does if the buffer is persistent.
+    """
     made: dict[int, nn.Parameter] = {}
     for prefix, owner in module.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                storage = torch.empty(parameter.shape, dtype=dtype, device=device)
-                made[id(parameter)] = nn.Parameter(storage, requires_grad=False)
+                storage = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                made[id(parameter)] = type(parameter)(storage, requires_grad=False)
             owner.register_parameter(name, made[id(parameter)])
         for name, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_meta:
+            if not buffer.is_meta:
+                setattr(owner, name, buffer.to(device))
+            elif name in owner._non_persistent_buffers_set:
                 raise RuntimeError(f"buffer {prefix}.{name} has no values: name its device where it is made")
-            setattr(owner, name, buffer.to(device))
+            else:
+                setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def _attention_specs(module: nn.Module) -> list[AttentionSpec]:

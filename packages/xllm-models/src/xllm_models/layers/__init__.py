@@ -12,7 +12,7 @@ from .linear import (
 from .mlp import GatedMLP
 from .moe import SparseMoE
 from .norm import ResidualLayerNorm, ResidualRMSNorm, RMSNorm
-from .parallel import Shard, ShardedModule, TensorParallel, WeightShard
+from .parallel import KeepDtypeParameter, Shard, ShardedModule, TensorParallel, WeightShard, row_shards
 from .prefetch import PrefetchingModule
 from .rotary import RotaryEmbedding
 from .vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -20,6 +20,7 @@ from .vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 __all__ = [
     "ColumnParallelLinear",
     "GatedMLP",
+    "KeepDtypeParameter",
     "LinearBase",
     "MergedColumnParallelLinear",
     "ParallelLMHead",
@@ -36,4 +37,5 @@ __all__ = [
     "TensorParallel",
     "VocabParallelEmbedding",
     "WeightShard",
+    "row_shards",
 ]

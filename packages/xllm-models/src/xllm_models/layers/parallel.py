@@ -1,6 +1,7 @@
 """Shards of tensor-parallel layers: which rows a rank holds, and which region of a checkpoint tensor fills them.
 
-Owns the arithmetic of shards. Communication belongs to `ops.collectives`, reading to `loading`.
+Owns the arithmetic of shards, and parameters with a dtype of their own. Communication belongs to `ops.collectives`,
+reading to `loading`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+
+
+class KeepDtypeParameter(nn.Parameter):
+    """A parameter that keeps the dtype of its tensor in a model of any dtype.
+
+    For the names in `_keep_in_fp32_modules_strict` of an HF model: `KeepDtypeParameter(torch.empty(n,
+    dtype=torch.float32))`. Buffers keep their dtype without it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +77,22 @@ class WeightShard:
     target: tuple[slice, ...]  # region of the parameter, one slice per dimension
 
 
+def whole_shard(tensor: torch.Tensor) -> WeightShard:
+    """The shard of a tensor that every rank holds whole."""
+    region = tuple(slice(0, size) for size in tensor.shape)
+    return WeightShard(shape=tuple(tensor.shape), source=region, target=region)
+
+
 class ShardedModule(nn.Module, ABC):
     """A module whose parameters hold shards of checkpoint tensors, or several checkpoint tensors in one parameter."""
 
     @abstractmethod
     def weight_shards(self, name: str) -> tuple[WeightShard, ...]:
-        """The regions of parameter `name`, in the order in which the weight map lists their checkpoint tensors."""
+        """The regions of parameter or buffer `name`, in the order in which the weight map lists their tensors.
+
+        This implementation is for a tensor that every rank holds whole: call it with super() for such names.
+        """
+        return (whole_shard(getattr(self, name)),)
 
 
 def row_shards(shards: tuple[Shard, ...], *other_dims: int) -> tuple[WeightShard, ...]:

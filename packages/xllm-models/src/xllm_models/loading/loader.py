@@ -1,7 +1,7 @@
 """Strict loading: every parameter set exactly once, every checkpoint tensor used, nothing written on a mismatch.
 
-Owns the matching of a module's parameters with state dicts, and the copies. Names come from the weight map, shapes
-and shards from the layers.
+Owns the matching of a module's parameters and persistent buffers with state dicts, and the copies. Names come from the
+weight map, shapes and shards from the layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..layers.parallel import ShardedModule, WeightShard
+from ..layers.parallel import ShardedModule, WeightShard, whole_shard
 from .state_dict import SafetensorsStateDict, SliceableStateDict, StateDict, shape_and_dtype, tensor_region
 from .weight_map import WeightMap
 
@@ -23,6 +23,14 @@ from .weight_map import WeightMap
 _FLOAT_DTYPES = frozenset(
     {"torch.float64", "torch.float32", "torch.float16", "torch.bfloat16", "F64", "F32", "F16", "BF16"}
 )
+
+# The dtypes of integer buffers, which are not converted, in the same two spellings.
+_INTEGER_DTYPES = {
+    torch.int64: ("torch.int64", "I64"),
+    torch.int32: ("torch.int32", "I32"),
+    torch.uint8: ("torch.uint8", "U8"),
+    torch.bool: ("torch.bool", "BOOL"),
+}
 
 _PIECE_BYTES = 4 << 20  # of a piece in fp32
 _PIECE_ROWS = 8  # a piece is a multiple of 8 rows, which quantized formats pack together
@@ -34,10 +42,10 @@ class WeightError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copy:
-    """One copy from a region of a checkpoint tensor to a region of a parameter."""
+    """One copy from a region of a checkpoint tensor to a region of a parameter or buffer."""
 
     source: str
-    parameter: torch.Tensor  # the whole parameter
+    parameter: torch.Tensor  # the whole parameter or buffer
     shard: WeightShard
 
 
@@ -49,7 +57,7 @@ def load_weights(
     tied: bool,
     progress: bool = False,
 ) -> None:
-    """Copy the checkpoint into the module's parameters, converting to their dtype and device.
+    """Copy the checkpoint into the module's parameters and persistent buffers, converting to their dtype and device.
 
     The parameters keep their storage, so a captured graph stays valid. `tied`: the map's tied names share storage.
     One WeightError, raised before anything is written, lists all missing, unexpected and duplicate tensors, and those
@@ -75,12 +83,12 @@ def load_weights(
 def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
-        for name, parameter in owner.named_parameters(recurse=False):
+        for name, parameter in _loaded_tensors(owner):
             if id(parameter) in seen:  # a tied head shares the embedding's parameter
                 continue
             seen.add(id(parameter))
             full_name = f"{prefix}.{name}" if prefix else name
-            shards = owner.weight_shards(name) if isinstance(owner, ShardedModule) else (_whole(parameter),)
+            shards = owner.weight_shards(name) if isinstance(owner, ShardedModule) else (whole_shard(parameter),)
             sources = weight_map.sources(full_name, len(shards))
             if len(sources) == 1 and len(shards) > 1:
                 sources, shards = sources * len(shards), _within_one_tensor(shards)
@@ -107,9 +115,12 @@ def _within_one_tensor(shards: Sequence[WeightShard]) -> tuple[WeightShard, ...]
     return tuple(found)
 
 
-def _whole(parameter: torch.Tensor) -> WeightShard:
-    region = tuple(slice(0, size) for size in parameter.shape)
-    return WeightShard(shape=tuple(parameter.shape), source=region, target=region)
+def _loaded_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own parameters and persistent buffers."""
+    yield from owner.named_parameters(recurse=False)
+    for name, buffer in owner.named_buffers(recurse=False):
+        if name not in owner._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def _check(
@@ -121,6 +132,7 @@ def _check(
 ) -> None:
     """Raise one WeightError that lists every tensor that does not fit, if any."""
     expected = {copy.source: copy.shard.shape for copy in copies}
+    integers = {copy.source: copy.parameter.dtype for copy in copies if not copy.parameter.is_floating_point()}
     expected |= {alias: expected[name] for alias, name in aliases.items() if name in expected and alias in where}
     faults = {
         "missing": [name for name in expected if name not in where],
@@ -135,7 +147,7 @@ def _check(
         found, dtype = shape_and_dtype(where[name], name)
         if found != shape:
             faults["wrong shape"].append(f"{name} (checkpoint {list(found)}, model {list(shape)})")
-        if dtype not in _FLOAT_DTYPES:
+        if dtype not in (_INTEGER_DTYPES.get(integers[name], ()) if name in integers else _FLOAT_DTYPES):
             faults["wrong dtype"].append(f"{name} ({dtype})")
     lines = [f"  {kind}: {', '.join(sorted(names))}" for kind, names in faults.items() if names]
     if lines:
@@ -160,8 +172,10 @@ def _fill(copy: _Copy, state_dict: StateDict) -> None:
     target = copy.parameter[copy.shard.target]
     while target.ndim > len(copy.shard.source):
         target = target[0]  # one entry of stacked weights
-    if not isinstance(state_dict, SliceableStateDict) or (
-        _is_whole(copy.shard) and isinstance(state_dict, SafetensorsStateDict)
+    if (
+        not copy.shard.source
+        or not isinstance(state_dict, SliceableStateDict)
+        or (_is_whole(copy.shard) and isinstance(state_dict, SafetensorsStateDict))
     ):
         target.copy_(_read(state_dict, copy.source, copy.shard))
         return
