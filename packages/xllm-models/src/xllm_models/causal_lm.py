@@ -18,7 +18,7 @@ from xllm_attention import Attention, AttentionSpec
 
 from .config import TEXT_MODEL_TYPE, ModelConfig, text_config
 from .layers import KeepDtypeParameter, ParallelLMHead, TensorParallel
-from .loading import StateDict, WeightMap, dequantized, load_weights, without_prefixes
+from .loading import StateDict, WeightMap, dequantized, in_layer_layout, load_weights, without_prefixes
 from .passes import NextWeights, PartialSums, run_on_meta
 
 _LOGGER = logging.getLogger(__name__)
@@ -128,8 +128,9 @@ class CausalLM(nn.Module, ABC):
             _LOGGER.warning("tensors of the checkpoint that %s ignores: %s", type(self).__name__, listed)
         if self.config.quantization is not None:
             state_dicts = dequantized(state_dicts, self.config.quantization)
+        state_dicts = in_layer_layout(state_dicts, self.weight_map)
         tied = self.config.tie_word_embeddings
-        load_weights(self, self.weight_map, state_dicts, tied=tied, progress=progress)
+        load_weights(self, self.weight_map, state_dicts, tied=tied, config=self.config, progress=progress)
 
 
 def _resolve_device(device: torch.device | str) -> torch.device:

@@ -101,11 +101,6 @@ def test_files_may_split_a_fused_parameter() -> None:
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), whole.parameters(), strict=True))
 
 
-def test_rotary_buffers_of_old_checkpoints_are_ignored() -> None:
-    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(1) for i in range(2)}
-    build().load_weights([DictStateDict(checkpoint() | old)])
-
-
 def test_a_tied_head_may_be_absent_present_or_the_only_one() -> None:
     tensors = checkpoint(tied=True)
     embedding = tensors["model.embed_tokens.weight"]

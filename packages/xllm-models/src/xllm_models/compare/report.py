@@ -68,7 +68,7 @@ def compare_traces(ours: Trace, theirs: Trace, weight_map: WeightMap, *, toleran
     # A model of several (vision, text) has its text model under a prefix.
     theirs = Trace(
         token_ids=theirs.token_ids,
-        entries={weight_map.without_prefix(name): value for name, value in theirs.entries.items()},
+        entries={weight_map.family_name(name): value for name, value in theirs.entries.items()},
     )
     errors, only_ours = [], []
     for name, value in ours.entries.items():

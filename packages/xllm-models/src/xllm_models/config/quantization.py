@@ -11,7 +11,7 @@ from typing import Any
 
 from .keys import ConfigKeys
 
-METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
+METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,11 @@ def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
         )
     if method == "fbgemm_fp8":
         return Quantization(method=method, format="fp8")
+    if method == "modelopt":
+        algorithm = ConfigKeys(keys, "quantization_config").string("quant_algo")
+        if algorithm != "FP8":
+            raise ValueError(f"quant_method 'modelopt' is supported with quant_algo 'FP8', got {algorithm!r}")
+        return Quantization(method=method, format="fp8")
     if method == "compressed-tensors":
         return _compressed(keys)
     if method in ("awq", "gptq"):
@@ -54,9 +59,11 @@ def _block(keys: ConfigKeys, name: str) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def _compressed(config: Mapping[str, Any]) -> Quantization:
-    """One group of fp8 weights, with one scale per tensor, channel or block."""
+def _compressed(config: Mapping[str, Any]) -> Quantization | None:
+    """One group of fp8 weights, with one scale per tensor, channel or block; None if only the KV cache is quantized."""
     groups = ConfigKeys(config, "quantization_config").mapping("config_groups")
+    if not groups and config.get("kv_cache_scheme"):
+        return None
     schemes = [ConfigKeys(group, name).mapping("weights") for name, group in groups.items()]
     for scheme in schemes:
         keys = ConfigKeys(scheme, "config_groups")

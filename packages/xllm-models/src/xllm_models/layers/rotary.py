@@ -6,6 +6,7 @@ P positions, R rotary features of a head (R / 2 frequencies).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -26,8 +27,18 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int, *, interleaved: bool = False) -> None:
         super().__init__()
+        self.rope = rope
+        self.num_features = int(head_dim * rope.partial_rotary_factor)
         self.interleaved = interleaved
         self.register_buffer("cos_sin", rotary_table(rope, head_dim, num_positions), persistent=False)
+
+    def frequencies(self) -> Iterator[torch.Tensor]:
+        """[R / 2] fp32 radians per position: without the scaling of the rope type, and with it where all share it."""
+        num_positions = self.cos_sin.shape[0]
+        default = RopeConfig(theta=self.rope.theta, partial_rotary_factor=self.rope.partial_rotary_factor)
+        yield inverse_frequencies(default, self.num_features, num_positions)
+        if self.rope.rope_type != "dynamic":
+            yield inverse_frequencies(self.rope, self.num_features, num_positions)
 
     def forward(
         self,

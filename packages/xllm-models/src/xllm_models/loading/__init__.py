@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from .checkpoint import open_checkpoint
+from .layout import in_layer_layout
 from .loader import WeightError, load_weights
 from .prefix import without_prefixes
 from .quantized import dequantized
@@ -21,6 +22,7 @@ __all__ = [
     "WeightError",
     "WeightMap",
     "dequantized",
+    "in_layer_layout",
     "load_weights",
     "open_checkpoint",
     "without_prefixes",

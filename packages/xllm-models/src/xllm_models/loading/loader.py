@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
+from ..config import ModelConfig
 from ..layers.parallel import ShardedModule, WeightShard, whole_shard
+from .no_effect import faults_of_unexpected
 from .state_dict import SafetensorsStateDict, SliceableStateDict, StateDict, shape_and_dtype, tensor_region
 from .weight_map import WeightMap
 
@@ -55,11 +58,13 @@ def load_weights(
     state_dicts: Sequence[StateDict],
     *,
     tied: bool,
+    config: ModelConfig | None = None,
     progress: bool = False,
 ) -> None:
     """Copy the checkpoint into the module's parameters and persistent buffers, converting to their dtype and device.
 
     The parameters keep their storage, so a captured graph stays valid. `tied`: the map's tied names share storage.
+    With a `config`, tensors that have no effect under it (`no_effect`) need not be in the model.
     One WeightError, raised before anything is written, lists all missing, unexpected and duplicate tensors, and those
     of a wrong shape or dtype. `progress` shows a progress bar on stderr.
     """
@@ -69,10 +74,23 @@ def load_weights(
     stands_for = {name: alias for alias, name in aliases.items() if name not in where and alias in where}
     copies = [
         _Copy(source=stands_for.get(copy.source, copy.source), parameter=copy.parameter, shard=copy.shard)
-        for copy in _copies(module, weight_map)
+        for copy in _copies(module, weight_map, where)
     ]
     counts = Counter(name for state_dict in state_dicts for name in list(state_dict.keys()))
-    _check(copies, aliases, weight_map, where, counts)
+    unexpected = _unexpected(copies, aliases, weight_map, where)
+    unknown, with_effect = (
+        (unexpected, []) if config is None else faults_of_unexpected(unexpected, where, module, config)
+    )
+    _check(
+        copies,
+        aliases,
+        where,
+        {
+            "unexpected": unknown,
+            "would have an effect": with_effect,
+            "in more than one file": [name for name, count in counts.items() if count > 1],
+        },
+    )
     for alias, name in aliases.items():
         _check_tied(alias, name, copies, where)
     _clear_padding(copies)
@@ -80,7 +98,7 @@ def load_weights(
         _fill(copy, where[copy.source])
 
 
-def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
+def _copies(module: nn.Module, weight_map: WeightMap, present: Container[str]) -> Iterator[_Copy]:
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
         for name, parameter in _loaded_tensors(owner):
@@ -89,17 +107,43 @@ def _copies(module: nn.Module, weight_map: WeightMap) -> Iterator[_Copy]:
             seen.add(id(parameter))
             full_name = f"{prefix}.{name}" if prefix else name
             shards = owner.weight_shards(name) if isinstance(owner, ShardedModule) else (whole_shard(parameter),)
-            sources = weight_map.sources(full_name, len(shards))
-            if len(sources) == 1 and len(shards) > 1:
-                sources, shards = sources * len(shards), _within_one_tensor(shards)
-            if len(shards) != len(sources):
-                raise ValueError(
-                    f"parameter {full_name} has {len(shards)} weight shards, "
-                    f"but the weight map names {list(sources)} for it"
-                )
             storage = parameter.detach()
-            for source, shard in zip(sources, shards, strict=True):
+            for source, shard in _sources(weight_map, full_name, shards, present):
                 yield _Copy(source=source, parameter=storage, shard=shard)
+
+
+def _sources(
+    weight_map: WeightMap, parameter: str, shards: tuple[WeightShard, ...], present: Container[str]
+) -> Iterable[tuple[str, WeightShard]]:
+    """The checkpoint name of each shard, and the shard as a region of that tensor."""
+    if prestacked := weight_map.prestacked_sources(parameter, present):
+        return _of_prestacked(parameter, prestacked, shards)
+    sources = weight_map.sources(parameter, len(shards))
+    if len(sources) == 1 and len(shards) > 1:
+        sources, shards = sources * len(shards), _within_one_tensor(shards)
+    if len(shards) != len(sources):
+        raise ValueError(
+            f"parameter {parameter} has {len(shards)} weight shards, but the weight map names {list(sources)} for it"
+        )
+    return zip(sources, shards, strict=True)
+
+
+def _of_prestacked(
+    parameter: str, sources: tuple[str, ...], shards: tuple[WeightShard, ...]
+) -> Iterator[tuple[str, WeightShard]]:
+    """The shards of a stacked parameter as regions of tensors that hold all its entries along dimension 0."""
+    entries = [list(group) for _, group in groupby(shards, lambda shard: shard.target[0].start)]
+    if any(len(group) % len(sources) for group in entries):
+        raise ValueError(
+            f"an entry of parameter {parameter} has {len(entries[0])} weight shards, "
+            f"but the weight map names {list(sources)} for it"
+        )
+    for entry, group in enumerate(entries):
+        size = len(group) // len(sources)
+        for index, source in enumerate(sources):
+            for shard in _within_one_tensor(group[index * size : (index + 1) * size]):
+                shape, region = (len(entries), *shard.shape), (slice(entry, entry + 1), *shard.source)
+                yield source, WeightShard(shape=shape, source=region, target=shard.target)
 
 
 def _within_one_tensor(shards: Sequence[WeightShard]) -> tuple[WeightShard, ...]:
@@ -123,24 +167,27 @@ def _loaded_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
+def _unexpected(
+    copies: Sequence[_Copy], aliases: Mapping[str, str], weight_map: WeightMap, where: Mapping[str, StateDict]
+) -> list[str]:
+    """The checkpoint tensors that no parameter is loaded from and the weight map does not ignore."""
+    expected = {copy.source for copy in copies}
+    expected |= {alias for alias, name in aliases.items() if name in expected}
+    return [name for name in where if name not in expected and not weight_map.ignores(name)]
+
+
 def _check(
     copies: Sequence[_Copy],
     aliases: Mapping[str, str],
-    weight_map: WeightMap,
     where: Mapping[str, StateDict],
-    counts: Mapping[str, int],
+    others: Mapping[str, list[str]],
 ) -> None:
-    """Raise one WeightError that lists every tensor that does not fit, if any."""
+    """Raise one WeightError that lists every tensor that does not fit and the faults `others`, if any."""
     expected = {copy.source: copy.shard.shape for copy in copies}
     integers = {copy.source: copy.parameter.dtype for copy in copies if not copy.parameter.is_floating_point()}
     expected |= {alias: expected[name] for alias, name in aliases.items() if name in expected and alias in where}
-    faults = {
-        "missing": [name for name in expected if name not in where],
-        "unexpected": [name for name in where if name not in expected and not weight_map.ignores(name)],
-        "in more than one file": [name for name, count in counts.items() if count > 1],
-        "wrong shape": [],
-        "wrong dtype": [],
-    }
+    missing = [name for name in expected if name not in where]
+    faults = {"missing": missing, **others, "wrong shape": [], "wrong dtype": []}
     for name, shape in expected.items():
         if name not in where:
             continue

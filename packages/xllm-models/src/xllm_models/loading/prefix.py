@@ -1,4 +1,4 @@
-"""Shows the tensors of a checkpoint under the family's names, without the prefixes of a weight map."""
+"""Shows the tensors of a checkpoint under the family's names: without the prefixes of a weight map, and renamed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .weight_map import WeightMap
 
 
 def without_prefixes(state_dicts: Sequence[StateDict], weight_map: WeightMap) -> Sequence[StateDict]:
-    """The state dicts under the family's names. A state dict without a prefixed name is returned as it is.
+    """The state dicts under the family's names. A state dict that has only such names is returned as it is.
 
-    WeightError if two tensors of one state dict have the same name without their prefixes. The loader refuses the
+    WeightError if two tensors of one state dict have the same name then. The loader refuses the
     same name in two state dicts.
     """
     return [_renamed(state_dict, weight_map) for state_dict in state_dicts]
@@ -23,7 +23,7 @@ def without_prefixes(state_dicts: Sequence[StateDict], weight_map: WeightMap) ->
 def _renamed(state_dict: StateDict, weight_map: WeightMap) -> StateDict:
     stored: dict[str, list[str]] = {}
     for name in list(state_dict.keys()):
-        stored.setdefault(weight_map.without_prefix(name), []).append(name)
+        stored.setdefault(weight_map.family_name(name), []).append(name)
     twice = [f"{' and '.join(sorted(names))} (both are {name})" for name, names in stored.items() if len(names) > 1]
     if twice:
         raise WeightError(f"the checkpoint has tensors in two spellings: {', '.join(sorted(twice))}")

@@ -15,13 +15,12 @@ import torch
 
 from ..config import Quantization
 from .loader import WeightError
-from .state_dict import StateDict, TensorSlice, shape_and_dtype, tensor_region
+from .state_dict import PlainSlice, StateDict, TensorSlice, shape_and_dtype, tensor_region
 
 _LOGGER = logging.getLogger(__name__)
 
-_FP8_SCALES = ("weight_scale_inv", "weight_scale")
-_FP8_UNUSED = ("input_scale",)  # for activations, which are not quantized here
-_INT4_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_FP8_DTYPES = ("F8_E4M3", "F8_E5M2", "torch.float8_e4m3fn", "torch.float8_e5m2")
+_FP8_SCALES = ("_scale_inv", "_scale")  # after the name of the weight
 
 # AWQ's order of the eight 4-bit values in an int32, from the low end.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -34,6 +33,9 @@ def dequantized(state_dicts: Sequence[StateDict], quantization: Quantization) ->
     """
     checkpoint = _Checkpoint(state_dicts)
     found = [_DequantizedStateDict(own, checkpoint, quantization) for own in state_dicts]
+    parts = set().union(*(state_dict.parts() for state_dict in found))
+    for state_dict in found:
+        state_dict.hide(parts)
     faults = [f"  {fault}" for state_dict in found for fault in state_dict.faults()]
     if faults:
         raise WeightError("\n".join(("the checkpoint does not fit its quantization_config", *faults)))
@@ -57,6 +59,9 @@ class _Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return shape_and_dtype(self._where[name], name)[0]
 
+    def is_fp8(self, name: str) -> bool:
+        return shape_and_dtype(self._where[name], name)[1] in _FP8_DTYPES
+
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         return tensor_region(self._where[name], name, region)
 
@@ -70,9 +75,14 @@ class _DequantizedStateDict:
     def __init__(self, own: StateDict, checkpoint: _Checkpoint, quantization: Quantization) -> None:
         self._own = own
         self._weights = dict(_quantized_weights(own, checkpoint, quantization))
-        hidden = _INT4_PARTS if quantization.format != "fp8" else (*_FP8_SCALES, *_FP8_UNUSED)
-        names = [name for name in list(own.keys()) if name.rpartition(".")[2] not in hidden]
-        self._names = dict.fromkeys([*names, *self._weights])
+        self._names = dict.fromkeys([*own.keys(), *self._weights])
+
+    def parts(self) -> set[str]:
+        """The tensors that the dequantized weights are computed from, except the fp8 weights themselves."""
+        return {part for weight in self._weights.values() for part in weight.parts()}
+
+    def hide(self, parts: set[str]) -> None:
+        self._names = {name: None for name in self._names if name not in parts}
 
     def faults(self) -> Iterator[str]:
         """Tensors of the wrong shape: name, found, expected."""
@@ -86,7 +96,7 @@ class _DequantizedStateDict:
         return list(self._names)
 
     def get_slice(self, name: str) -> TensorSlice:
-        return self._weights[name] if name in self._weights else _PlainSlice(self._own, name)
+        return self._weights[name] if name in self._weights else PlainSlice(self._own, name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         if name not in self._weights:
@@ -102,10 +112,12 @@ def _quantized_weights(
     for name in list(own.keys()):
         layer, _, last = name.rpartition(".")
         if quantization.format == "fp8":
-            scale = next((f"{layer}.{s}" for s in _FP8_SCALES if checkpoint.has(f"{layer}.{s}")), None)
-            if last == "weight" and scale is not None:
+            scale = next((name + end for end in _FP8_SCALES if checkpoint.has(name + end)), None)
+            if scale is not None and checkpoint.is_fp8(name):
                 yield name, _Fp8Weight(checkpoint=checkpoint, name=name, scale=scale, block=quantization.block)
         elif last == "qweight":
+            if len(shape := checkpoint.shape(name)) != 2:
+                raise WeightError(f"{name} (checkpoint {list(shape)}, expected two dimensions)")
             missing = [part for part in ("qzeros", "scales") if not checkpoint.has(f"{layer}.{part}")]
             if missing:
                 raise ValueError(f"quantized layer {layer} lacks {', '.join(missing)}")
@@ -119,38 +131,35 @@ def _misfits(checkpoint: _Checkpoint, name: str, expected: Sequence[int]) -> Ite
         yield f"{name} (checkpoint {list(found)}, expected {list(expected)})"
 
 
-@dataclass(frozen=True, slots=True)
-class _PlainSlice:
-    own: StateDict
-    name: str
-
-    def get_shape(self) -> list[int]:
-        return list(shape_and_dtype(self.own, self.name)[0])
-
-    def get_dtype(self) -> str:
-        return shape_and_dtype(self.own, self.name)[1]
-
-    def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor:
-        return tensor_region(self.own, self.name, region)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fp8Weight:
-    """w = q * scale: q [N, K] fp8; scale per block [N / rows, K / columns] (rounded up), per row [N, 1] or one."""
+    """w = q * scale: q [..., N, K] fp8, with a leading dimension for stacked weights (experts).
+
+    scale per block [..., N / rows, K / columns] (rounded up), or [..., S, 1] with one scale per N / S rows. S is 1, N,
+    or 2 for gate and up in one tensor. Dimensions of size 1 may be absent.
+    """
 
     checkpoint: _Checkpoint
     name: str
     scale: str
     block: tuple[int, int] | None
 
+    def parts(self) -> tuple[str, ...]:
+        return (self.scale,)
+
     def faults(self) -> Iterator[str]:
         """The scale's shape."""
         shape, found = self.get_shape(), self.checkpoint.shape(self.scale)
+        *entries, num_outputs, num_inputs = shape
         if self.block is not None:
-            expected = [-(-size // per_scale) for size, per_scale in zip(shape, self.block, strict=False)]
+            rows, columns = self.block
+            expected = [*entries, -(-num_outputs // rows), -(-num_inputs // columns)]
             yield from _misfits(self.checkpoint, self.scale, expected)
-        elif math.prod(found) not in (1, shape[0]):
-            yield f"{self.scale} (checkpoint {list(found)}, expected {[shape[0], 1]} or [1])"
+            return
+        per_entry, rest = divmod(math.prod(found), math.prod(entries))
+        few = per_entry in (1, 2) if entries else per_entry == 1  # of stacked weights, one per half: gate and up
+        if rest or not (few or per_entry == num_outputs) or num_outputs % per_entry:
+            yield f"{self.scale} (checkpoint {list(found)}, expected {[*entries, num_outputs, 1]} or {[*entries, 1]})"
 
     def get_shape(self) -> list[int]:
         return list(self.checkpoint.shape(self.name))
@@ -160,13 +169,18 @@ class _Fp8Weight:
 
     def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor:
         values = self.checkpoint.read(self.name, region).float()
+        *entries, outputs, inputs = region
         scale = self.checkpoint.whole(self.scale).float()
-        if self.block is not None:
-            rows, columns = (torch.arange(r.start, r.stop) // size for r, size in zip(region, self.block, strict=True))
-            return values.mul_(scale[rows][:, columns])
-        if scale.numel() == 1:
-            return values.mul_(scale.reshape(()))
-        return values.mul_(scale.reshape(-1, 1)[region[0]])
+        *num_entries, num_outputs, _ = self.get_shape()
+        if self.block is None:
+            scale = scale.reshape(*num_entries, -1, 1)
+            sizes = (num_outputs // scale.shape[-2], self.get_shape()[-1])
+        else:
+            sizes = self.block
+        rows, columns = (
+            torch.arange(r.start, r.stop) // size for r, size in zip((outputs, inputs), sizes, strict=True)
+        )
+        return values.mul_(scale[tuple(entries)][..., rows, :][..., columns])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +193,9 @@ class _Int4Weight:
     checkpoint: _Checkpoint
     layer: str
     quantization: Quantization
+
+    def parts(self) -> tuple[str, ...]:
+        return tuple(f"{self.layer}.{part}" for part in ("qweight", "qzeros", "scales"))
 
     def get_dtype(self) -> str:
         return "F32"
@@ -239,6 +256,9 @@ class _GptqWeight(_Int4Weight):
     """qweight [K / 8, N] int32: eight inputs per word. g_idx [K], if present, is each input's group."""
 
     __slots__ = ()
+
+    def parts(self) -> tuple[str, ...]:
+        return (*_Int4Weight.parts(self), f"{self.layer}.g_idx")
 
     def faults(self) -> Iterator[str]:
         """The shapes of zeros and scales, and g_idx if present; the scales then give the number of groups."""

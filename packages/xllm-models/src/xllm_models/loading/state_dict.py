@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -111,3 +112,20 @@ def tensor_region(state_dict: StateDict, name: str, region: tuple[slice, ...]) -
     if isinstance(state_dict, SliceableStateDict):
         return state_dict.get_slice(name)[region]
     return state_dict.get_tensor(name)[region]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSlice:
+    """A tensor of any state dict as a `TensorSlice`."""
+
+    own: StateDict
+    name: str
+
+    def get_shape(self) -> list[int]:
+        return list(shape_and_dtype(self.own, self.name)[0])
+
+    def get_dtype(self) -> str:
+        return shape_and_dtype(self.own, self.name)[1]
+
+    def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor:
+        return tensor_region(self.own, self.name, region)

@@ -118,6 +118,7 @@ class Qwen3MoeForCausalLM(CausalLM):
             "experts.gate_up": ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight"),
             "experts.down": ("experts.{}.down_proj.weight",),
         },
+        prestacked={"experts.gate_up": ("experts.gate_up_proj",), "experts.down": ("experts.down_proj",)},
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
