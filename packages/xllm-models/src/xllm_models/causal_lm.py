@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from xllm_attention import Attention, AttentionSpec
 
-from .config import TEXT_MODEL_TYPE, ModelConfig, text_config
+from .config import LAYER_TYPES, TEXT_MODEL_TYPE, ModelConfig, text_config
 from .layers import KeepDtypeParameter, ParallelLMHead, TensorParallel
 from .loading import StateDict, WeightMap, dequantized, in_layer_layout, load_weights, without_prefixes
 from .passes import NextWeights, PartialSums, run_on_meta
@@ -34,6 +34,8 @@ class CausalLM(nn.Module, ABC):
 
     weight_map: ClassVar[WeightMap]
     text_model_types: ClassVar[tuple[str, ...]] = ()  # allowed in a nested text_config; (): all
+    optional_keys: ClassVar[Collection[str] | None] = None  # of config.OPTIONAL_KEYS, those that HF's class reads
+    layer_types: ClassVar[Collection[str]] = LAYER_TYPES  # allowed in the config's layer_types
     config_defaults: ClassVar[Mapping[str, Any]] = {}  # in HF names
     own_config: ClassVar[Mapping[str, Any]] = {}  # in HF names, with defaults
 
@@ -58,6 +60,9 @@ class CausalLM(nn.Module, ABC):
         if not isinstance(config, ModelConfig):
             config = self.parse_config(text_config(config))
         self.config = config
+        if config.unread:
+            listed = ", ".join(f"{key}={value!r}" for key, value in config.unread.items())
+            _LOGGER.warning("config keys without effect in %s, as in transformers: %s", type(self).__name__, listed)
         self.device = _resolve_device(device)
         self.dtype = dtype or config.dtype
         self.tp = tp or TensorParallel()
@@ -88,7 +93,13 @@ class CausalLM(nn.Module, ABC):
                 f"model_type {found!r} of text_config is not supported by {cls.__name__}; "
                 f"supported: {', '.join(cls.text_model_types)}"
             )
-        return ModelConfig.from_dict(raw, defaults=cls.config_defaults, own=cls.own_config)
+        return ModelConfig.from_dict(
+            raw,
+            defaults=cls.config_defaults,
+            own=cls.own_config,
+            reads=cls.optional_keys,
+            layer_types=cls.layer_types,
+        )
 
     @abstractmethod
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:

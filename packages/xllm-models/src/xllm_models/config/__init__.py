@@ -1,6 +1,7 @@
 """The configuration of a model: parsed once, from config.json or ModelArgs names, into typed values.
 
-`model` holds `ModelConfig`; `rope`, `moe`, `quantization` and `own` hold its parts; `keys` reads typed values.
+`model` holds `ModelConfig`; `rope`, `windows`, `moe`, `quantization` and `own` hold its parts; `keys` reads typed
+values. `text` finds a nested text model's keys, `unread` leaves out those that a family does not read.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ from .moe import MoEConfig
 from .quantization import Quantization, parse_quantization
 from .rope import RopeConfig, parse_layer_ropes, parse_rope
 from .text import TEXT_MODEL_TYPE, text_config
+from .unread import EXPERT_KEYS, GEMMA_KEYS, OPTIONAL_KEYS, QWEN_WINDOW_KEYS
+from .windows import LAYER_TYPES
 
 __all__ = [
     "DTYPES",
+    "EXPERT_KEYS",
+    "GEMMA_KEYS",
+    "LAYER_TYPES",
+    "OPTIONAL_KEYS",
+    "QWEN_WINDOW_KEYS",
     "TEXT_MODEL_TYPE",
     "ConfigKeys",
     "MoEConfig",

@@ -34,6 +34,14 @@ class ConfigKeys:
             return values[0]
         return next((self._defaults[name] for name in names if name in self._defaults), None)
 
+    def given(self, name: str) -> bool:
+        """Whether the mapping or the defaults have the name, be its value null or not."""
+        return name in self._raw or name in self._defaults
+
+    def is_null(self, name: str) -> bool:
+        """Whether the mapping has null for the name, or the defaults do and the mapping does not have the name."""
+        return self.given(name) and self._raw.get(name, self._defaults.get(name)) is None
+
     def _typed(self, names: tuple[str, ...], types: tuple[type, ...], expected: str) -> Any:
         value = self.find(*names)
         # bool is a subclass of int, but `"num_layers": true` is a mistake.

@@ -6,7 +6,7 @@ Owns the fields and their checks. The list of architectures belongs to `registry
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,9 @@ from .moe import MoEConfig
 from .own import OWN_CONFIG, parse_own
 from .quantization import Quantization, parse_quantization
 from .rope import RopeConfig, parse_layer_ropes
+from .text import text_config
+from .unread import OPTIONAL_KEYS, split_unread, without_partial_rotary
+from .windows import LAYER_TYPES, SLIDING, check_layer_types, parse_windows
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -65,7 +68,8 @@ class ModelConfig:
     quantization: Quantization | None = None  # of the checkpoint; not in ModelArgs
     max_model_len: int = 0  # the longest sequence to serve; 0: all positions
     own: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the family's own keys, see CausalLM.own_config
-    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # the mapping that was parsed
+    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # the text model's keys, as given
+    unread: Mapping[str, Any] = field(default_factory=dict, compare=False)  # given, but without effect in this family
 
     def __post_init__(self) -> None:
         for name in (
@@ -82,8 +86,6 @@ class ModelConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
-        if self.layer_types and len(self.layer_types) != self.num_layers:
-            raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_layers} layers")
 
     @property
     def num_positions(self) -> int:
@@ -94,7 +96,7 @@ class ModelConfig:
     def slides(self, layer_id: int) -> bool:
         """Whether the layer has a sliding window: by `layer_types`, or else from layer `max_window_layers` on."""
         if self.layer_types:
-            return self.layer_types[layer_id] == "sliding_attention"
+            return self.layer_types[layer_id] == SLIDING
         return layer_id >= self.max_window_layers
 
     def window(self, layer_id: int) -> int:
@@ -108,28 +110,36 @@ class ModelConfig:
         *,
         defaults: Mapping[str, Any] | None = None,
         own: Mapping[str, Any] | None = None,
+        reads: Collection[str] | None = None,
+        layer_types: Collection[str] = LAYER_TYPES,
     ) -> ModelConfig:
         """Parse HF config.json names or ModelArgs names. `CausalLM.parse_config` adds the family's arguments.
 
         ValueError, with its name, for a missing, contradictory or wrongly typed key, an unsupported quantization, and
-        an unknown dtype or rope type.
+        an unknown dtype, rope type or layer type.
 
         Args:
             raw: the configuration.
             defaults: the family's defaults for absent keys, in HF names.
             own: the keys that only this family has, with their defaults.
+            reads: the optional keys (`OPTIONAL_KEYS`) that the family reads; None: all. The others have no effect.
+            layer_types: the layer types that the family has.
         """
+        given = text_config(raw)
+        _check_supported(given, reads)
+        reads = OPTIONAL_KEYS if reads is None else reads
+        raw, unread = split_unread(given, reads)
         keys = ConfigKeys(raw, defaults=defaults)
         hidden_size = keys.integer("hidden_size")
-        num_heads = keys.integer("num_attention_heads", "n_heads")
+        num_heads, num_kv_heads, head_dim = _heads(keys, hidden_size)
         max_position_embeddings = keys.integer("max_position_embeddings")
-        head_dim = keys.optional_int("head_dim")
-        if head_dim is None:
-            if num_heads < 1 or hidden_size % num_heads:
-                raise ValueError(f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}")
-            head_dim = hidden_size // num_heads
         rope, sliding_rope = parse_layer_ropes(raw, max_position_embeddings, defaults)
+        if "partial_rotary_factor" not in reads:
+            rope = without_partial_rotary(rope, unread)
+            sliding_rope = sliding_rope and without_partial_rotary(sliding_rope, unread)
         num_layers = keys.integer("num_hidden_layers", "n_layers")
+        check_layer_types(given, num_layers, layer_types)
+        windows = parse_windows(keys, num_layers, layer_types)
         architectures = keys.strings("architectures")
         model_type = keys.string("model_type", default=architectures[0] if architectures else None)
         return cls(
@@ -141,7 +151,7 @@ class ModelConfig:
             intermediate_size=keys.integer("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=keys.integer("num_key_value_heads", "n_kv_heads", default=num_heads),
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=keys.number("rms_norm_eps", default=1e-6),
@@ -151,9 +161,9 @@ class ModelConfig:
             attention_bias=keys.boolean("attention_bias", default=False),
             mlp_bias=keys.boolean("mlp_bias", default=False),
             tie_word_embeddings=keys.boolean("tie_word_embeddings", default=False),
-            sliding_window=_sliding_window(raw, keys, defaults or {}),
-            max_window_layers=keys.integer("max_window_layers", default=0),
-            layer_types=_layer_types(keys, num_layers),
+            sliding_window=windows.sliding_window,
+            max_window_layers=windows.max_window_layers,
+            layer_types=windows.layer_types,
             moe=MoEConfig.parse(keys),
             query_pre_attn_scalar=keys.optional_float("query_pre_attn_scalar"),
             final_logit_softcapping=keys.number("final_logit_softcapping", default=0.0),
@@ -161,7 +171,8 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(keys),
             quantization=parse_quantization(raw),
             own=parse_own(keys, own or {}),
-            raw=dict(raw),
+            raw=given,
+            unread=unread,
         )
 
     def to_model_args(self) -> dict[str, Any]:
@@ -205,28 +216,39 @@ class ModelConfig:
         return args | self.rope.to_model_args()
 
 
-def _sliding_window(raw: Mapping[str, Any], keys: ConfigKeys, defaults: Mapping[str, Any]) -> int:
-    """0 without windows: the key is absent without a default, or null, or use_sliding_window is false."""
-    given = "sliding_window" in raw or "sliding_window" in defaults
-    null = given and raw.get("sliding_window", defaults.get("sliding_window")) is None
-    if not keys.boolean("use_sliding_window", default=given) or null:
-        return 0
-    window = keys.integer("sliding_window")
-    if window < 1:
-        raise ValueError(f"sliding_window must be at least 1, got {window}")
-    return window
+def _heads(keys: ConfigKeys, hidden_size: int) -> tuple[int, int, int]:
+    """Heads, kv heads and the size of a head."""
+    num_heads = keys.integer("num_attention_heads", "n_heads")
+    head_dim = keys.optional_int("head_dim")
+    if head_dim is None:
+        if num_heads < 1 or hidden_size % num_heads:
+            raise ValueError(f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}")
+        head_dim = hidden_size // num_heads
+    # An explicit null means one kv head per head, also where the family has another default.
+    null = keys.is_null("num_key_value_heads") and keys.find("n_kv_heads") is None
+    num_kv_heads = num_heads if null else keys.integer("num_key_value_heads", "n_kv_heads", default=num_heads)
+    return num_heads, num_kv_heads, head_dim
 
 
-def _layer_types(keys: ConfigKeys, num_layers: int) -> tuple[str, ...]:
-    """As given, or from sliding_window_pattern n: each n-th layer has full attention, the others a sliding window."""
-    layer_types = keys.strings("layer_types")
-    pattern = keys.optional_int("sliding_window_pattern")
-    if layer_types or pattern is None:
-        return layer_types
-    if pattern < 1:
-        raise ValueError(f"sliding_window_pattern must be at least 1, got {pattern}")
-    types = ("full_attention", "sliding_attention")
-    return tuple(types[bool((layer_id + 1) % pattern)] for layer_id in range(num_layers))
+def _check_supported(raw: Mapping[str, Any], reads: Collection[str] | None) -> None:
+    """Refuse what no family does, and rope parameters that have one mapping for all layers where the family reads one
+    per layer type, or the reverse."""
+    if raw.get("per_layer_config"):
+        raise ValueError(f"per_layer_config {raw['per_layer_config']!r} is not supported; it must be absent or empty")
+    given = raw.get("rope_parameters") or {}
+    nested = [key for key, value in given.items() if isinstance(value, Mapping)]
+    if reads is None or not given:
+        return
+    if nested and "rope_local_base_freq" not in reads:
+        raise ValueError(
+            f"rope_parameters per layer type ({', '.join(nested)}) are not supported by this family; allowed: one "
+            "mapping for all layers"
+        )
+    if not nested and "rope_local_base_freq" in reads:
+        raise ValueError(
+            f"rope_parameters {given!r} are not supported by this family; allowed: one mapping per layer type, "
+            f"{' and '.join(LAYER_TYPES)}"
+        )
 
 
 def _eos_token_ids(keys: ConfigKeys) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .prefetch import PrefetchingModule
 _GATED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": silu_and_mul,
     "swish": silu_and_mul,
-    "gelu": gelu_and_mul,
+    "gelu": partial(gelu_and_mul, approximate="none"),
     "gelu_pytorch_tanh": partial(gelu_and_mul, approximate="tanh"),
 }
 

@@ -15,7 +15,7 @@ from torch import nn
 from xllm_attention import Attention, AttentionSpec
 
 from ..causal_lm import CausalLM
-from ..config import ModelConfig
+from ..config import GEMMA_KEYS, ModelConfig
 from ..layers import (
     GatedMLP,
     ParallelLMHead,
@@ -115,6 +115,7 @@ class Gemma3ForCausalLM(CausalLM):
     )
 
     text_model_types = ("gemma3_text",)
+    optional_keys = ("sliding_window", "layer_types", "attention_bias", *GEMMA_KEYS)
     # Published checkpoints with a vision tower list only the keys that differ from these.
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 262208,

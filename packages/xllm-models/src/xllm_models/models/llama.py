@@ -108,6 +108,8 @@ class LlamaForCausalLM(CausalLM):
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
+    optional_keys = ("attention_bias", "mlp_bias", "hidden_act")
+
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = LlamaModel(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None

@@ -43,7 +43,7 @@ class MistralAttention(nn.Module):
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
-            sliding_window=config.sliding_window,
+            sliding_window=config.window(layer_id),
         )
         self.attn = Attention(spec, layer_id)
 
@@ -101,6 +101,7 @@ class MistralForCausalLM(CausalLM):
     )
 
     text_model_types = ("mistral",)
+    optional_keys = ("sliding_window", "layer_types", "hidden_act")
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,

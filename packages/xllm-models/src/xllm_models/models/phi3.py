@@ -97,11 +97,21 @@ class Phi3Model(nn.Module):
 class Phi3ForCausalLM(CausalLM):
     weight_map = WeightMap(tied={"lm_head.weight": "model.embed_tokens.weight"})
 
+    optional_keys = ("sliding_window", "partial_rotary_factor", "hidden_act")
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "original_max_position_embeddings": 4096,
         "sliding_window": None,
     }
+
+    @classmethod
+    def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        config = super().parse_config(raw)
+        if config.rope.rope_type not in ("default", "longrope"):
+            raise ValueError(
+                f"rope type {config.rope.rope_type!r} is not supported by Phi-3; allowed: default, longrope"
+            )
+        return config
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = Phi3Model(config, tp)

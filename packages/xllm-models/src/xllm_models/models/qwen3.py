@@ -14,7 +14,7 @@ from torch import nn
 from xllm_attention import Attention, AttentionSpec
 
 from ..causal_lm import CausalLM
-from ..config import ModelConfig
+from ..config import QWEN_WINDOW_KEYS, ModelConfig
 from ..layers import (
     GatedMLP,
     ParallelLMHead,
@@ -114,6 +114,7 @@ class Qwen3ForCausalLM(CausalLM):
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
+    optional_keys = (*QWEN_WINDOW_KEYS, "attention_bias", "hidden_act")
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 128,
         "use_sliding_window": False,

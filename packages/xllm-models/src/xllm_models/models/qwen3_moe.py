@@ -14,7 +14,7 @@ from torch import nn
 from xllm_attention import Attention, AttentionSpec
 
 from ..causal_lm import CausalLM
-from ..config import ModelConfig
+from ..config import EXPERT_KEYS, ModelConfig
 from ..layers import (
     GatedMLP,
     ParallelLMHead,
@@ -122,6 +122,7 @@ class Qwen3MoeForCausalLM(CausalLM):
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
+    optional_keys = ("use_sliding_window", "sliding_window", "attention_bias", "hidden_act", *EXPERT_KEYS)
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 128,
         "use_sliding_window": False,
