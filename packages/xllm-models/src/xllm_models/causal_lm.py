@@ -38,6 +38,7 @@ class CausalLM(nn.Module, ABC):
     layer_types: ClassVar[Collection[str]] = LAYER_TYPES  # allowed in the config's layer_types
     config_defaults: ClassVar[Mapping[str, Any]] = {}  # in HF names
     own_config: ClassVar[Mapping[str, Any]] = {}  # in HF names, with defaults
+    compare_names: ClassVar[Mapping[str, str | None]] = {}  # for `compare`: end of our module's name -> HF's, or None
 
     model: nn.Module  # (input_ids [T], positions [T]) -> hidden [T, hidden]
     lm_head: ParallelLMHead

@@ -16,7 +16,8 @@ from .dump import read_dump, write_dump
 from .hf import trace_hf
 from .ours import trace_ours
 from .plot import write_plot
-from .report import TOLERANCES, compare_traces, format_report
+from .report import TOLERANCES, compare_traces
+from .text import format_report
 from .trace import Trace
 
 DEFAULT_PROMPT = "The capital of France is the city that most people in the world would name first."
@@ -51,9 +52,16 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
     model = load_model(directory, device=arguments.device, dtype=dtype, max_model_len=len(token_ids))
     ours = trace_ours(model, token_ids)
     if reference is None:
-        reference = trace_hf(directory, token_ids, dtype=dtype, device=model.device)
+        reference = trace_hf(
+            directory,
+            token_ids,
+            dtype=dtype,
+            device=model.device,
+            choices=ours.choices,
+            rename=model.weight_map.family_name,
+        )
     tolerance = TOLERANCES[dtype] if arguments.tolerance is None else arguments.tolerance
-    report = compare_traces(ours, reference, model.weight_map, tolerance=tolerance)
+    report = compare_traces(ours, reference, model.weight_map, tolerance=tolerance, names=model.compare_names)
     for spot in blind_spots(model, len(token_ids)):
         write(f"note: {spot}")
     write(format_report(report))

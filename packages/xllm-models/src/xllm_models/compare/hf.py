@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from .trace import LOGITS, Trace, observed
+from .forcing import forcing
+from .routing import Choice, ChoiceRecorder, match
+from .trace import LOGITS, Trace, describe, observed
 
 
-def trace_hf(directory: Path, token_ids: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Trace:
+def trace_hf(
+    directory: Path,
+    token_ids: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    choices: Mapping[str, Choice] | None = None,
+    rename: Callable[[str], str] = str,
+) -> Trace:
     """One forward of HF's model, with its eager attention, over all of `token_ids`.
 
+    `choices` are those of the model to compare with. HF's routers are made to choose the same experts; the trace's
+    `flips` are the tokens for which they would not have. `rename` maps HF's module names to the names in `choices`.
     ModuleNotFoundError if transformers is not installed.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -26,23 +38,73 @@ def trace_hf(directory: Path, token_ids: Sequence[int], *, dtype: torch.dtype, d
     auto_class = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
     model: nn.Module = auto_class.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     model.to(device)
-    trace = Trace(token_ids=tuple(token_ids))
+    ids = torch.tensor([list(token_ids)], device=device)
+    trace = _traced(model, ids)
+    if choices and trace.choices:
+        # The first run shows which modules are routers.
+        routers = {rename(name): name for name in trace.choices}
+        found = match(choices, {name: trace.choices[routers[name]] for name in routers})
+        trace = _traced(model, ids, {routers[name]: choices[ours] for name, ours in found.items()}, before=trace)
+    return trace.renamed(rename)
+
+
+def _traced(
+    model: nn.Module, ids: torch.Tensor, choices: Mapping[str, Choice] | None = None, before: Trace | None = None
+) -> Trace:
+    """One run over ids [1, T]. With `choices`, by router, it takes those; `before` is a run without them."""
+    weighted = (
+        name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+    )
+    trace = Trace(
+        token_ids=tuple(ids[0].tolist()),
+        weighted=tuple(weighted),
+        choices={} if before is None else dict(before.choices),
+    )
+    running: list[tuple[str, tuple[Any, ...]]] = []
+    recorder = ChoiceRecorder({} if choices else trace.choices, running)
 
     def observe(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        value = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
-        if name and isinstance(value, torch.Tensor):
-            trace.add(name, _rows(value, len(token_ids)))
+        recorder.finish_call(name)
+        if name:
+            _add(trace, name, output)
 
-    ids = torch.tensor([list(token_ids)], device=device)
-    with torch.no_grad(), observed(model, observe), _attention_observed(model, trace):
+    with (
+        torch.no_grad(),
+        forcing(model, choices or {}, trace),
+        observed(model, observe, running),
+        _attention_observed(model, trace),
+        recorder,
+    ):
         output = model(input_ids=ids, use_cache=False)
     trace.add(LOGITS, output.logits[0])
     return trace
 
 
-def _rows(value: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """[1, T, ...] or [T, ...] as [T, ...]."""
-    return value[0] if value.shape[0] == 1 and (num_tokens > 1 or value.ndim > 2) else value
+def _add(trace: Trace, name: str, output: Any) -> None:
+    """Record the hidden states that a module returns; of a tuple also each tensor, as `name[0]`, `name[1]`, ..."""
+    value = output
+    if isinstance(output, (tuple, list)):
+        value = output[0] if output else None
+        for index, part in enumerate(output):
+            if isinstance(part, torch.Tensor):
+                _add(trace, f"{name}[{index}]", part)
+    elif not isinstance(output, torch.Tensor):
+        value = getattr(output, "last_hidden_state", None)
+    rows = _rows(value, len(trace.token_ids)) if isinstance(value, torch.Tensor) else None
+    if rows is None:
+        trace.mark_unusable(name, describe(output))
+    else:
+        trace.add(name, rows)
+
+
+def _rows(value: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
+    """[1, T, ...], [T, ...] or [1, H, T, ...] as [T, ...]; None where no dimension, or more than one, may be T."""
+    if value.ndim > 1 and value.shape[0] == 1 and (num_tokens > 1 or value.ndim > 2):
+        value = value[0]
+    if value.ndim < 3:
+        return value if value.ndim and value.shape[0] == num_tokens else None
+    tokens = [dim for dim in range(2) if value.shape[dim] == num_tokens]
+    return value.transpose(0, tokens[0]) if len(tokens) == 1 else None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ That is a prefill, then the last tokens one by one, over a paged KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,31 @@ from xllm_attention import Attention, AttentionBackend, BackendLimits, create_ba
 from xllm_metadata import LayerCache, build_attention_metadata
 
 from ..causal_lm import CausalLM
-from .trace import LOGITS, Trace, observed
+from ..layers import LinearBase, RotaryEmbedding
+from .routing import ChoiceRecorder
+from .trace import LOGITS, Trace, describe, observed
 
 PAGE_SIZE = 16
 
 
 def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2) -> Trace:
     """Run all of `token_ids`, the last `num_decode` of them one per step, and record every module and the logits."""
-    trace = Trace(token_ids=tuple(token_ids))
+    weighted = (
+        name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+    )
+    trace = Trace(token_ids=tuple(token_ids), weighted=tuple(weighted))
+    running: list[tuple[str, tuple[Any, ...]]] = []
+    recorder = ChoiceRecorder(trace.choices, running)
 
     def observe(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module is not model:  # its result is that of `model.model`
-            for suffix, value in _tensors(name, module, args, output):
-                trace.add(name + suffix, value)
+        recorder.finish_call(name)
+        if module is model:  # its result is that of `model.model`
+            return
+        tensors = dict(_tensors(name, module, args, output, model.weight_map.fused))
+        if not tensors and not isinstance(module, RotaryEmbedding):  # the attention's queries and keys show it
+            trace.mark_unusable(name, describe(output))
+        for suffix, value in tensors.items():
+            trace.add(name + suffix, value)
 
     num_tokens = len(token_ids)
     backend = _backend(model, num_tokens)
@@ -35,7 +47,7 @@ def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2
     positions = torch.arange(num_tokens, device=model.device, dtype=torch.int32)
     prefill = max(num_tokens - num_decode, 1)
     pages = [list(range(-(-num_tokens // PAGE_SIZE)))]
-    with torch.no_grad(), observed(model, observe):
+    with torch.no_grad(), observed(model, observe, running), recorder:
         start = 0
         for end in range(prefill, num_tokens + 1):
             metadata = build_attention_metadata([end - start], [end], pages, PAGE_SIZE, device=str(model.device))
@@ -60,18 +72,24 @@ def _backend(model: CausalLM, num_tokens: int) -> AttentionBackend:
     return backend
 
 
-def _tensors(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    name: str, module: nn.Module, args: tuple[Any, ...], output: Any, fused: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The comparable tensors of a call: (suffix of the entry's name, tensor [T, ...])."""
     if isinstance(module, Attention):
         # Queries and keys show the effect of their norms and of the rotary embedding.
         yield from zip((".q", ".k"), args[:2], strict=True)
         yield "", output
+    elif isinstance(module, RotaryEmbedding):
+        return
     elif isinstance(output, torch.Tensor):
         yield "", output
-    elif isinstance(output, tuple) and all(isinstance(one, torch.Tensor) for one in output):
-        if len(output) == 2 and output[0].ndim == 2 and output[0].shape == output[1].shape:
+    elif isinstance(output, tuple) and output and all(isinstance(one, torch.Tensor) for one in output):
+        if isinstance(module, LinearBase) or name.rsplit(".", 1)[-1] in fused:
+            yield "", torch.cat([one.flatten(1) for one in output], dim=1)  # a fused projection
+        elif len(output) == 2 and output[0].ndim == 2 and output[0].shape == output[1].shape:
             # A decoder layer (its name is an index) returns hidden and residual, whose sum HF returns. A norm returns
             # the residual too, but HF's norm does not.
             yield "", output[0] + output[1] if name.rsplit(".", 1)[-1].isdecimal() else output[0]
-        elif len(output) == 3:
-            yield "", torch.cat([one.flatten(1) for one in output], dim=1)  # a fused projection
+        else:
+            yield "", output[0]  # as of HF's modules

@@ -1,0 +1,160 @@
+"""What a comparison could not compare, or could not see, is printed, and the comparison goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from xllm_models import CausalLM, load_model, registry
+from xllm_models.__main__ import main
+from xllm_models.compare import Report, Trace, compare_traces, trace_hf, trace_ours
+from xllm_models.compare.hf import _traced
+from xllm_models.compare.text import format_report
+from xllm_models.models.qwen3 import Qwen3ForCausalLM
+
+TOKEN_IDS = (5, 90, 3, 3, 41, 17, 60, 2)
+
+
+@pytest.fixture(autouse=True)
+def _forget_registered_models() -> Iterator[None]:
+    yield
+    registry._registered.clear()
+
+
+@pytest.fixture(scope="module")
+def sound(write_checkpoint: Callable[..., Any]) -> tuple[Path, Trace]:
+    _, directory = write_checkpoint("qwen3", head_dim=8)
+    return directory, trace_hf(directory, TOKEN_IDS, dtype=torch.float32, device="cpu")
+
+
+def compare(model: CausalLM, reference: Trace, **more: Any) -> Report:
+    return compare_traces(trace_ours(model, TOKEN_IDS), reference, model.weight_map, tolerance=1e-4, **more)
+
+
+class Returns(nn.Module):
+    def __init__(self, compute: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.compute(x)
+
+
+class OfHf(nn.Module):
+    """A model with HF's calling convention, whose modules return all that HF's modules return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(97, 12)
+        self.heads_first = Returns(lambda x: x.view(1, 8, 3, 4).transpose(1, 2))
+        self.heads_last = Returns(lambda x: x.view(1, 8, 3, 4))
+        self.unclear = Returns(lambda x: x.new_zeros(1, 8, 8, 4))
+        self.nothing = Returns(lambda x: None)
+        self.number = Returns(lambda x: x.sum())
+        self.mapping = Returns(lambda x: {"hidden": x})
+        self.nested = Returns(lambda x: ((x, x), None))
+        self.several = Returns(lambda x: (x, 2 * x, None))
+        self.twice = Returns(lambda x: x)
+        self.widths = Returns(lambda x: x)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        x = self.embed(input_ids)
+        for _, module in self.named_children():
+            if module is not self.embed:
+                module(x)
+        self.twice(x)
+        self.widths(x[..., 1:])
+        return SimpleNamespace(logits=x)
+
+
+def test_every_output_of_hf_is_recorded_or_described() -> None:
+    model = OfHf()
+    trace = _traced(model, torch.tensor([TOKEN_IDS]))
+    hidden = trace.entries["embed"]
+    for name in ("heads_first", "heads_last", "several", "several[0]"):
+        assert torch.equal(trace.entries[name], hidden)
+    assert torch.equal(trace.entries["several[1]"], 2 * hidden)
+    assert trace.unusable == {
+        "unclear": "Tensor[1, 8, 8, 4]",
+        "nothing": "None",
+        "number": "Tensor[]",
+        "mapping": "dict",
+        "nested": "((Tensor[1, 8, 12], Tensor[1, 8, 12]), None)",
+        "widths": "rows of 12 and of 11 values",
+    }
+    ours = Trace(token_ids=TOKEN_IDS)
+    for name in ("embed", "unclear", "nothing", "twice", "several", "logits"):
+        ours.add(name, hidden)
+    ours.mark_unusable("heads_last", "dict")
+    report = compare_traces(ours, trace, Qwen3ForCausalLM.weight_map, tolerance=1e-4)
+    assert [entry.name for entry in report.entries] == ["embed", "several", "logits"]
+    assert report.not_comparable == {
+        "unclear": "ours is Tensor[8, 12], the reference's Tensor[1, 8, 8, 4]",
+        "nothing": "ours is Tensor[8, 12], the reference's None",
+        "twice": "ours is Tensor[8, 12], the reference's Tensor[16, 12]",
+        "heads_last": "ours is dict, the reference's Tensor[8, 12]",
+    }
+
+
+def test_a_shape_of_our_own_is_not_comparable_and_the_rest_is(sound: tuple[Path, Trace]) -> None:
+    directory, reference = sound
+    model = load_model(directory)
+    ours = trace_ours(model, TOKEN_IDS)
+    name = "model.layers.1.mlp.down_proj"
+    ours.entries[name] = ours.entries[name][:, 1:]
+    report = compare_traces(ours, reference, model.weight_map, tolerance=1e-4)
+    assert report.passed
+    assert report.not_comparable == {name: "ours is Tensor[8, 31], the reference's Tensor[8, 32]"}
+    text = format_report(report)
+    assert f"not comparable: {name}: ours is Tensor[8, 31], the reference's Tensor[8, 32]" in text
+    ours.entries["model.norm"] += 1
+    assert not compare_traces(ours, reference, model.weight_map, tolerance=1e-4).passed
+
+
+def test_a_port_maps_and_excludes_names(sound: tuple[Path, Trace]) -> None:
+    directory, reference = sound
+    model = load_model(directory)
+    ours = trace_ours(model, TOKEN_IDS)
+    down, mlp = "model.layers.1.mlp.down_proj", "model.layers.1.mlp"
+    ours.entries["model.layers.1.mlp.output"] = ours.entries.pop(mlp)
+    ours.entries[down] = ours.entries[down] + 1
+    plain = compare_traces(ours, reference, model.weight_map, tolerance=1e-4)
+    assert not plain.passed
+    assert plain.only_ours == ("model.layers.1.mlp.output",)
+    names = {"mlp.output": "mlp", "layers.1.mlp.down_proj": None}
+    report = compare_traces(ours, reference, model.weight_map, tolerance=1e-4, names=names)
+    assert report.passed
+    assert report.only_ours == ()
+    assert "model.layers.1.mlp.output" in [entry.name for entry in report.entries]
+    assert down not in [entry.name for entry in report.entries]
+    lines = format_report(report).splitlines()
+    assert "declared by the port: layers.1.mlp.down_proj is not compared" in lines
+    assert "declared by the port: mlp.output is compared with the reference's mlp" in lines
+    # A mapping is no excuse: the value must be right.
+    ours.entries["model.layers.1.mlp.output"] += 1
+    wrong = compare_traces(ours, reference, model.weight_map, tolerance=1e-4, names=names)
+    assert wrong.first_departure is not None
+    assert wrong.first_departure.name == "model.layers.1.mlp.output"
+    # A name that no module has is printed too, since it does nothing.
+    unused = compare_traces(ours, reference, model.weight_map, tolerance=1e-4, names={"mlp.nothing": None})
+    assert "declared by the port, but no module has the name: mlp.nothing" in format_report(unused)
+
+
+class Renamed(Qwen3ForCausalLM):
+    compare_names: ClassVar[Mapping[str, str | None]] = {"self_attn.o_proj": None, "model.norm": "model"}
+
+
+def test_the_command_uses_what_the_port_declares(
+    sound: tuple[Path, Trace], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_registered", {"Qwen3ForCausalLM": Renamed})
+    assert main(["compare", str(sound[0])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "declared by the port: self_attn.o_proj is not compared" in lines
+    assert "declared by the port: model.norm is compared with the reference's model" in lines
