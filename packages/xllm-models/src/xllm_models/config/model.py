@@ -89,9 +89,15 @@ class ModelConfig:
 
     @property
     def num_positions(self) -> int:
-        """The number of positions to serve. Some rope types extend it beyond max_position_embeddings."""
-        num_positions = self.rope.num_positions(self.max_position_embeddings)
-        return min(num_positions, self.max_model_len) if self.max_model_len else num_positions
+        """The number of positions to serve: `max_model_len`, or else as `RopeConfig.num_positions`."""
+        if self.max_model_len:
+            return min(self.max_model_len, self.max_num_positions)
+        return self.rope.num_positions(self.max_position_embeddings)
+
+    @property
+    def max_num_positions(self) -> int:
+        """The largest `max_model_len`. Rope scaling extends it beyond max_position_embeddings."""
+        return self.rope.max_num_positions(self.max_position_embeddings)
 
     def slides(self, layer_id: int) -> bool:
         """Whether the layer has a sliding window: by `layer_types`, or else from layer `max_window_layers` on."""

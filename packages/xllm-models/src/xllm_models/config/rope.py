@@ -15,6 +15,9 @@ from .keys import ConfigKeys
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
+# Other names of types. Qwen-VL's mrope takes three positions per token, which are equal for text.
+_TYPE_NAMES = {"su": "longrope", "mrope": "default"}
+
 # The flat ModelArgs name of a parameter is this prefix and the name inside rope_parameters.
 _FLAT = "rope_scaling_"
 _FLAT_NAMES = (
@@ -80,12 +83,22 @@ class RopeConfig:
         return _yarn_scale(self.factor, 1.0)
 
     def num_positions(self, max_position_embeddings: int) -> int:
-        """Positions that the embedding serves: at least the configured ones, more where the type extends them."""
-        if self.rope_type == "dynamic":
-            return math.ceil(self.factor * max_position_embeddings)
-        if self.rope_type == "yarn":
-            return max(max_position_embeddings, math.ceil(self.factor * self.original_max_position_embeddings))
-        return max_position_embeddings
+        """Positions to serve by default: `max_position_embeddings`, or for dynamic and yarn the extended length.
+
+        Published models of the other types have the extended length in `max_position_embeddings` already.
+        """
+        extended = self.max_num_positions(max_position_embeddings)
+        return extended if self.rope_type in ("dynamic", "yarn") else max_position_embeddings
+
+    def max_num_positions(self, max_position_embeddings: int) -> int:
+        """The largest length that can be asked for: the trained length times the factor, if that is the larger one.
+
+        For linear and dynamic, the trained length is `max_position_embeddings`, as in vLLM. HF has no limit.
+        """
+        if self.rope_type == "default":
+            return max_position_embeddings
+        trained = self.original_max_position_embeddings or max_position_embeddings
+        return max(max_position_embeddings, math.ceil(self.factor * trained))
 
     def to_model_args(self) -> dict[str, Any]:
         """The flat ModelArgs names; absent (None) parameters are left out."""
@@ -187,7 +200,7 @@ def _merged(raw: Mapping[str, Any]) -> dict[str, Any]:
     for where, values in spellings:
         for key, given in values.items():
             name = "rope_type" if key == "type" else key
-            value = "longrope" if name == "rope_type" and given == "su" else given  # an early name
+            value = _TYPE_NAMES.get(given, given) if name == "rope_type" and isinstance(given, str) else given
             if isinstance(value, Mapping):
                 raise ValueError(f"rope parameters per layer type ({key!r} in {where}) are not supported")
             if value is None:

@@ -32,8 +32,9 @@ def load_model(
         device: the weights' device.
         dtype: of weights and activations; None takes the config's.
         tp_rank, tp_size: see `TensorParallel`.
-        max_model_len: the longest sequence to serve; None: the model's positions. It sizes the rotary table. With
-            longrope (Phi-3) it chooses between the short and the long factors.
+        max_model_len: the longest sequence to serve; None: `config.num_positions`. It sizes the rotary table. It may
+            exceed max_position_embeddings where rope scaling extends the context, by up to its factor. With longrope
+            (Phi-3) it chooses between the short and the long factors.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -43,9 +44,11 @@ def load_model(
     directory = Path(path)
     model_class, config = read_model_config(directory)
     if max_model_len is not None:
-        if not 0 < max_model_len <= config.num_positions:
+        if not 0 < max_model_len <= config.max_num_positions:
             raise ValueError(
-                f"max_model_len {max_model_len} is outside 1 to {config.num_positions}, the model's positions"
+                f"max_model_len {max_model_len} is outside 1 to {config.max_num_positions}, the model's positions "
+                f"(rope type {config.rope.rope_type!r}, factor {config.rope.factor}, "
+                f"max_position_embeddings {config.max_position_embeddings})"
             )
         config = replace(config, max_model_len=max_model_len)
     checkpoint = open_checkpoint(directory)
