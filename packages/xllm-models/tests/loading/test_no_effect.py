@@ -229,7 +229,18 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("exporter", [*QUANTIZATIONS, "only the cache"])
+QUANTIZATIONS["ModelOpt, own file"] = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+ONLY_THE_CACHE: dict[str, dict[str, Any]] = {
+    "llm-compressor, only the cache": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": KV_CACHE,
+    },
+    "ModelOpt, only the cache": {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+}
+
+
+@pytest.mark.parametrize("exporter", [*QUANTIZATIONS, *ONLY_THE_CACHE])
 def test_a_checkpoint_with_a_quantized_cache_runs_as_without(
     exporter: str, write_checkpoint: Callable[..., Any], tmp_path: Path, paged: ModuleType
 ) -> None:
@@ -238,14 +249,8 @@ def test_a_checkpoint_with_a_quantized_cache_runs_as_without(
     raw = json.loads((plain / "config.json").read_text())
     scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(0.07) for i in range(2) for x in "kv"}
     quantized = dict(weights)
-    if exporter == "only the cache":
-        config: dict[str, Any] = {
-            "quant_method": "compressed-tensors",
-            "config_groups": {},
-            "kv_cache_scheme": KV_CACHE,
-        }
-    else:
-        config = QUANTIZATIONS[exporter]
+    config = (QUANTIZATIONS | ONLY_THE_CACHE)[exporter]
+    if exporter in QUANTIZATIONS:
         for name in [name for name in weights if "_proj." in name]:
             quantized[name] = (weights[name] / 0.002).clamp(-448, 448).to(torch.float8_e4m3fn)
             weights[name] = quantized[name].float() * torch.tensor(0.002)
@@ -253,13 +258,14 @@ def test_a_checkpoint_with_a_quantized_cache_runs_as_without(
             quantized[f"{name}_scale"] = torch.full((rows, 1) if rows > 1 else (), 0.002)
             if exporter != "llm-compressor":
                 quantized[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.01)
-    for directory, tensors, extra in (
-        ("q", quantized | scales, {"quantization_config": config}),
-        ("plain", weights, {}),
-    ):
+    own_file = exporter == "ModelOpt, own file"
+    in_config = {} if own_file else {"quantization_config": config}
+    for directory, tensors, extra in (("q", quantized | scales, in_config), ("plain", weights, {})):
         (tmp_path / directory).mkdir()
         save_file(tensors, tmp_path / directory / "model.safetensors")
         (tmp_path / directory / "config.json").write_text(json.dumps(raw | extra))
+    if own_file:
+        (tmp_path / "q" / "hf_quant_config.json").write_text(json.dumps({"quantization": config}))
     steps = zip(*(paged.run_steps(load_model(tmp_path / name)) for name in ("q", "plain")), strict=True)
     assert all(torch.equal(ours, want) for (_, _, ours), (_, _, want) in steps)
     for rank in range(2):

@@ -274,6 +274,10 @@ def test_all_scales_that_do_not_fit_are_in_one_error() -> None:
         (FP8_BLOCK | {"weight_block_size": [128]}, r"weight_block_size must be two positive integers, got \[128\]"),
         (COMPRESSED_BLOCK, "config_groups has no block_structure"),
         (COMPRESSED_BLOCK_16, r"block_structure must be two positive integers, got \[16\]"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "'modelopt' is supported with quant_algo 'FP8', got 'NVFP4'",
+        ),
         (COMPRESSED_INT4, "8-bit float weights .* got .*'num_bits': 4"),
     ],
 )

@@ -178,6 +178,21 @@ def test_fp8_experts_in_one_tensor(size: int, qwen: Any, tmp_path: Path) -> None
         assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_fp8_experts_one_by_one(size: int, qwen: Any, tmp_path: Path) -> None:
+    _, directory, _ = qwen
+    raw = json.loads((directory / "config.json").read_text())
+    plain = load_file(directory / "model.safetensors")
+    blocks, twin = dict(plain), dict(plain)
+    for name, tensor in plain.items():
+        if ".mlp.experts." in name:
+            blocks[name], blocks[f"{name}_scale_inv"], twin[name] = fp8_blocks(tensor, (16, 8))
+    quantized, want = write(tmp_path / "fp8", raw | FP8, blocks), write(tmp_path / "twin", raw, twin)
+    for rank in range(size):
+        ours, expected = (load_model(x, tp_rank=rank, tp_size=size).state_dict() for x in (quantized, want))
+        assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("shape", [(5, 2, 1), (5, 1, 1), (5,), (5, 32, 1)])
 def test_fp8_experts_with_a_scale_per_expert_half_or_row(shape: tuple[int, ...], qwen: Any, tmp_path: Path) -> None:
     _, _, fused = qwen

@@ -1,4 +1,4 @@
-"""Reads config.json and generation_config.json of a checkpoint directory."""
+"""Reads config.json of a checkpoint directory, and the files that some exporters write next to it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from .text import text_config
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The text model's keys of config.json (see `text_config`), with the eos ids of generation_config.json added.
+
+    Older versions of ModelOpt describe the quantization in hf_quant_config.json only; it becomes `quantization_config`.
 
     FileNotFoundError if the directory or config.json does not exist, ValueError if it is not a JSON object.
     """
@@ -27,6 +29,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         more = ConfigKeys(_read_json(generation_path), str(generation_path)).integers("eos_token_id")
         ids = (*ConfigKeys(raw).integers("eos_token_id"), *more)
         raw["eos_token_id"] = list(dict.fromkeys(ids)) or None
+    quantization_path = directory / "hf_quant_config.json"
+    if quantization_path.is_file() and not raw.get("quantization_config"):
+        found = ConfigKeys(_read_json(quantization_path), str(quantization_path)).mapping("quantization")
+        raw["quantization_config"] = {"quant_method": "modelopt", **found}
     return raw
 
 

@@ -39,7 +39,10 @@ def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     if method == "fbgemm_fp8":
         return Quantization(method=method, format="fp8")
     if method == "modelopt":
-        algorithm = ConfigKeys(keys, "quantization_config").string("quant_algo")
+        names = ConfigKeys(keys, "quantization_config")
+        algorithm = names.string("quant_algo", default="")
+        if not algorithm and (names.find("kv_cache_quant_algo") or names.find("kv_cache_scheme")):
+            return None
         if algorithm != "FP8":
             raise ValueError(f"quant_method 'modelopt' is supported with quant_algo 'FP8', got {algorithm!r}")
         return Quantization(method=method, format="fp8")

@@ -227,12 +227,14 @@ def _fill(copy: _Copy, state_dict: StateDict) -> None:
         target.copy_(_read(state_dict, copy.source, copy.shard))
         return
     tensor = state_dict.get_slice(copy.source)
-    all_rows, *others = copy.shard.source
-    row_bytes = 4 * math.prod(region.stop - region.start for region in others)
-    step = max(_PIECE_BYTES // row_bytes // _PIECE_ROWS, 1) * _PIECE_ROWS
-    for start in range(all_rows.start, all_rows.stop, step):
-        stop = min(start + step, all_rows.stop)
-        target[start - all_rows.start : stop - all_rows.start].copy_(tensor[(slice(start, stop), *others)])
+    region = copy.shard.source
+    sizes = [one.stop - one.start for one in region]
+    dim = next((index for index, size in enumerate(sizes) if size != 1), 0)  # that of the rows of one entry, if stacked
+    step = max(_PIECE_BYTES // (4 * math.prod(sizes[dim + 1 :])) // _PIECE_ROWS, 1) * _PIECE_ROWS
+    for start in range(0, sizes[dim], step):
+        size = min(step, sizes[dim] - start)
+        rows = slice(region[dim].start + start, region[dim].start + start + size)
+        target.narrow(dim, start, size).copy_(tensor[(*region[:dim], rows, *region[dim + 1 :])])
 
 
 def _check_tied(alias: str, name: str, copies: Sequence[_Copy], where: Mapping[str, StateDict]) -> None:
