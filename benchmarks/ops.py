@@ -49,8 +49,8 @@ def cases(num_tokens: int, device: str, dtype: torch.dtype) -> dict[str, Call]:
     positions = torch.arange(num_tokens, device=device, dtype=torch.int32)
     table = torch.randn(num_tokens, HEAD_DIM, device=device)
     gate_up = random(num_tokens, 2 * INTERMEDIATE)
+    router_logits = random(num_tokens, EXPERTS)
     experts = (
-        random(num_tokens, EXPERTS),
         random(EXPERTS, 2 * EXPERT_FEATURES, HIDDEN),
         random(EXPERTS, HIDDEN, EXPERT_FEATURES),
     )
@@ -64,7 +64,7 @@ def cases(num_tokens: int, device: str, dtype: torch.dtype) -> dict[str, Call]:
         "qk_norm_rope": lambda: ops.qk_norm_rope(q, k, head_weight, head_weight, positions, table, 1e-6),
         "linear (qkv)": lambda: ops.linear(hidden, matrix),
         "torch linear (qkv)": lambda: torch.nn.functional.linear(hidden, matrix),
-        "moe": lambda: ops.moe(hidden, *experts, TOP_K, True),
+        "moe": lambda: ops.fused_experts(hidden, *ops.topk_softmax(router_logits, TOP_K, True), *experts),
     }
 
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from xllm_models import ModelConfig, TensorParallel
-from xllm_models.layers import GatedMLP, KeepDtypeParameter
-from xllm_models.layers.moe import Experts
+from xllm_models.layers import Experts, GatedMLP, KeepDtypeParameter
 from xllm_models.models.qwen3_moe import Qwen3MoeForCausalLM
 
 
@@ -53,19 +52,14 @@ class SigmoidMoE(nn.Module):
         assert config.moe is not None
         size = config.moe.intermediate_size
         self.gate = Router(config)
-        self.experts = Experts(config.hidden_size, config.moe.num_experts, size, tp)
+        self.experts = Experts(config.hidden_size, config.moe.num_experts, size, hidden_act=config.hidden_act, tp=tp)
         self.shared_experts = GatedMLP(
             config.hidden_size, size * config.own["n_shared_experts"], hidden_act="silu", tp=tp
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _, weights, experts = self.gate(x)
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for index in range(self.experts.down.shape[0]):
-            weight = (weights * (experts == index)).sum(-1, keepdim=True)
-            gate, up = functional.linear(x, self.experts.gate_up[index]).chunk(2, dim=-1)
-            total += functional.linear(functional.silu(gate) * up, self.experts.down[index]) * weight
-        out: torch.Tensor = total.to(x.dtype) + self.shared_experts(x)
+        out: torch.Tensor = self.experts(x, weights, experts) + self.shared_experts(x)
         return out
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn import functional
 from transformers import AutoConfig
 
 from xllm_models import CausalLM, load_model, registry
@@ -22,8 +23,9 @@ from xllm_models.compare import Report, Trace, compare_traces, read_dump, trace_
 from xllm_models.compare.forcing import forcing
 from xllm_models.compare.routing import Choice
 from xllm_models.compare.text import format_report
+from xllm_models.layers import TopKRouter
 from xllm_models.loading.model import register_port
-from xllm_models.ops import moe
+from xllm_models.ops import topk_softmax
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 4, "norm_topk_prob": True}
 MODELS: dict[str, dict[str, Any]] = {
@@ -92,17 +94,13 @@ def test_right_models_pass_on_every_prompt_in_bfloat16(family: str, checkpoints:
     assert sum(len(report.flips) for report in reports) > 0  # else the prompts show nothing
 
 
-class _Biased(nn.Module):
-    """Lets the experts be chosen, and weighed, by logits that the router did not return."""
+class _Biased(TopKRouter):
+    """Chooses and weighs the experts by other logits than it returns."""
 
-    def __init__(self, moe: Any) -> None:
-        super().__init__()
-        self.gate, self.experts, self.top_k, self.normalize = moe.gate, moe.experts, moe.top_k, moe.normalize
-        self.reduce_results = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.gate(x) + torch.linspace(0.0, 1.5, 16, dtype=x.dtype)
-        return moe(x, logits, self.experts.gate_up, self.experts.down, self.top_k, self.normalize)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = functional.linear(x, self.weight)
+        biased = logits + torch.linspace(0.0, 1.5, 16, dtype=x.dtype)
+        return logits, *topk_softmax(biased, self.top_k, self.normalize)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,7 +108,7 @@ def test_a_choice_by_other_scores_is_named(dtype: torch.dtype, checkpoints: Call
     directory = checkpoints("qwen3_moe")
     model = load_model(directory, dtype=dtype)
     layer: Any = model.get_submodule("model.layers.2")
-    layer.mlp = _Biased(layer.mlp)
+    layer.mlp.gate.__class__ = _Biased
     report = compared(model, directory, prompts()[0])
     assert not report.passed
     flip = report.first_wrong_flip

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_models.ops.moe import moe_static
+from xllm_models.ops import topk_softmax
+from xllm_models.ops.moe import fused_experts_static
 from xllm_models.ops.triton_kernels import TRITON_KERNELS
 
 DEVICE = os.environ["XLLM_KERNEL_DEVICE"]
@@ -44,7 +45,7 @@ def agree(name: str, *arguments: Any, kernel: Callable[..., Any] | None = None, 
     for ours, theirs in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, want)), strict=True):
         assert ours.is_contiguous()
         assert ours.dtype == theirs.dtype
-        tolerance = factor * TOLERANCE[theirs.dtype]
+        tolerance = factor * TOLERANCE.get(theirs.dtype, 0.0)  # integers are equal
         torch.testing.assert_close(
             ours.cpu(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) if theirs.numel() else 0
         )
@@ -170,6 +171,23 @@ def test_embedding_shard_of_more_elements_than_int32_counts(dtype: torch.dtype, 
     assert torch.equal(got.cpu(), want)
 
 
+def agree_moe(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    top_k: int,
+    normalize: bool,
+) -> None:
+    """Routing and experts agree, with the weights and ids in the dtypes of either routing: softmax, or torch.topk."""
+    _, ids = agree("topk_softmax", router_logits, top_k, normalize)
+    assert ids.dtype == torch.int32
+    chosen = topk_softmax(router_logits, top_k, normalize)
+    scores = router_logits.float().sigmoid().topk(top_k)  # fp32 and int64
+    for one in (chosen, (scores.values, scores.indices)):
+        agree("fused_experts", x, *one, *weights, factor=3.0)
+        agree("fused_experts", x, *one, *weights, kernel=fused_experts_static, factor=3.0)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 20])
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "normalize"), [(6, 2, True), (6, 2, False), (1, 1, True), (9, 9, False)]
@@ -179,23 +197,20 @@ def test_moe(dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, norm
     x, router_logits = random(tokens, hidden, dtype=dtype), random(tokens, num_experts, dtype=dtype)
     gate_up = random(num_experts, 2 * features, hidden, dtype=dtype, scale=0.3)
     down = random(num_experts, hidden, features, dtype=dtype, scale=0.3)
-    arguments = (x, router_logits, gate_up, down, top_k, normalize)
-    agree("moe", *arguments, factor=3.0)
-    agree("moe", *arguments, kernel=moe_static, factor=3.0)
+    agree_moe(x, router_logits, (gate_up, down), top_k, normalize)
 
 
 def test_moe_of_more_pairs_than_one_program_sorts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xllm_models.kernels.moe_align.MAX_PAIRS_ONE_PROGRAM", 100)
     weights = random(9, 16, 16, dtype=dtype, scale=0.3), random(9, 16, 8, dtype=dtype, scale=0.3)
-    x, router_logits = random(14, 16, dtype=dtype), random(14, 9, dtype=dtype)
-    agree("moe", x, router_logits, *weights, 8, False, factor=3.0)
+    agree_moe(random(14, 16, dtype=dtype), random(14, 9, dtype=dtype), weights, 8, False)
 
 
 def test_moe_whose_tokens_all_choose_one_expert(dtype: torch.dtype) -> None:
     router_logits = torch.zeros(70, 8, dtype=dtype)
     router_logits[:, 5] = 9.0
     weights = random(8, 40, 16, dtype=dtype, scale=0.3), random(8, 16, 20, dtype=dtype, scale=0.3)
-    agree("moe", random(70, 16, dtype=dtype), router_logits, *weights, 1, True, factor=3.0)
+    agree_moe(random(70, 16, dtype=dtype), router_logits, weights, 1, True)
 
 
 def test_tiles_of_a_kernel_are_those_of_torch(dtype: torch.dtype) -> None:

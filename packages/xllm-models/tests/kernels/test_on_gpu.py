@@ -37,7 +37,8 @@ def calls(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, 
         ),
         "linear": lambda: ops.linear(x, matrix, bias),
         "embedding_shard": lambda: ops.embedding_shard(positions, x, num_tokens // 2, num_tokens - num_tokens // 2),
-        "moe": lambda: ops.moe(x, router, gate_up, down, 2, True),
+        "topk_softmax": lambda: ops.topk_softmax(router, 2, True)[0],
+        "fused_experts": lambda: ops.fused_experts(x, *ops.topk_softmax(router, 2, True), gate_up, down),
     }
 
 

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from xllm_models import TensorParallel, ops
-from xllm_models.ops.moe import moe_static
+from xllm_models.ops.moe import fused_experts_static
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 7)
@@ -135,10 +135,11 @@ def test_moe_is_hf_s_sparse_block(rows: int, num_experts: int, top_k: int, norma
     for parameter in block.parameters():
         parameter.copy_(random(*parameter.shape) * 0.3)
     x = random(rows, 24)
-    arguments = (x, x @ block.gate.weight.t(), block.experts.gate_up_proj, block.experts.down_proj, top_k, normalize)
+    choice = ops.topk_softmax(x @ block.gate.weight.t(), top_k, normalize)
+    arguments = (x, *choice, block.experts.gate_up_proj, block.experts.down_proj)
     want = block(x.unsqueeze(0))[0] if rows else x
-    torch.testing.assert_close(ops.moe(*arguments), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(moe_static(*arguments), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ops.fused_experts(*arguments), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused_experts_static(*arguments), want, rtol=1e-5, atol=1e-5)
 
 
 def test_linear_is_the_framework_s_product() -> None:
@@ -231,7 +232,10 @@ def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None
     ]
     cases += [("embedding_shard", (ids, random(6, 32, dtype=dtype), 2, 5)) for ids in (positions, positions.long())]
     gate_up, down = random(3, 16, 32, dtype=dtype), random(3, 32, 8, dtype=dtype)
-    cases.append(("moe", (x, random(rows, 3, dtype=dtype), gate_up, down, 2, True)))
+    router_logits = random(rows, 3, dtype=dtype)
+    cases.append(("topk_softmax", (router_logits, 2, True)))
+    for weights, ids in (ops.topk_softmax(router_logits, 2, True), router_logits.float().topk(2)):
+        cases.append(("fused_experts", (x, weights, ids, gate_up, down)))
     if rows:  # opcheck itself fails on views without elements
         columns = random(32, rows, dtype=dtype).t()
         cases += [

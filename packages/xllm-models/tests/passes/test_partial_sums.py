@@ -220,7 +220,7 @@ def test_a_partial_sum_that_no_norm_takes_is_refused(change: Change, producer: s
 
 
 def test_experts_give_partial_sums_too() -> None:
-    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp gives partial sums .*model\.layers\.1\.input_layern"):
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts gives partial .*layers\.1\.input_layern"):
         build(plain_norm_in_the_next_layer, TensorParallel(), "qwen3_moe")
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ops.moe import topk_softmax
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -23,7 +21,7 @@ class Choice:
     experts: torch.Tensor  # [T, k] int64, on the CPU
     num_experts: int
     inputs: torch.Tensor | None = None  # [T, N], the router's hidden states in the model's dtype; None: not known
-    scores: torch.Tensor | None = None  # [T, E] fp32, of which the top k were chosen
+    scores: torch.Tensor | None = None  # [T, E] fp32, scores or logits, of which the top k were chosen
 
     def followed_by(self, more: Choice) -> Choice:
         """The choices of this call's tokens, then those of the next call's."""
@@ -64,7 +62,7 @@ class Flip:
 
 
 class ChoiceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each module's last top-k choice per call: of `torch.topk` over [T, E], or of the `moe` op.
+    """Records each module's last top-k choice per call: of `torch.topk` over [T, E], or of the `topk_softmax` op.
 
     `running` is the stack of module calls, as `observed` keeps it.
     """
@@ -96,16 +94,12 @@ class ChoiceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._choices[name] = choice if before is None else before.followed_by(choice)
 
     def _choice(self, op: Any, args: tuple[Any, ...], output: Any) -> Choice | None:
-        if op is torch.ops.xllm.moe.default:
-            hidden, logits, _, _, top_k, normalize = args
-            _, experts = topk_softmax(logits, top_k, normalize)
-            return Choice(experts=experts.cpu(), num_experts=logits.shape[1], inputs=hidden.cpu())
-        if op is torch.ops.aten.topk.default and args[0].ndim == 2:
+        if op in (torch.ops.aten.topk.default, torch.ops.xllm.topk_softmax.default) and args[0].ndim == 2:
             _, call = self._running[-1]
             inputs = next((x for x in call if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
             known = inputs is not None and inputs.numel() == inputs.shape[-1] * args[0].shape[0]
             return Choice(
-                experts=output[1].cpu(),
+                experts=output[1].long().cpu(),
                 num_experts=args[0].shape[1],
                 inputs=inputs.flatten(0, -2).cpu() if inputs is not None and known else None,
                 scores=args[0].float().cpu(),

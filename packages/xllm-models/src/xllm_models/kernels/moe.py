@@ -14,7 +14,7 @@ import triton.language as tl
 
 from xllm_attention.triton_launch import Launcher
 
-from .moe_align import align_pairs, topk_softmax
+from .moe_align import align_pairs
 
 
 @triton.jit
@@ -141,22 +141,18 @@ _launch_down = Launcher(_down_kernel, num_warps=4)
 _launch_combine = Launcher(_combine_kernel, num_warps=4)
 
 
-def moe(
-    x: torch.Tensor,
-    router_logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    top_k: int,
-    normalize: bool,
+def fused_experts(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """See `ops.moe`; gate_up and down are contiguous."""
+    """See `ops.fused_experts`; gate_up and down are contiguous."""
     num_tokens, hidden = x.shape
     num_experts, _, features = down.shape
+    top_k = topk_ids.shape[1]
     if not num_tokens:
         return torch.empty_like(x)
     x = x if x.stride(1) == 1 else x.contiguous()
-    weights, experts = topk_softmax(router_logits, top_k, normalize)
-    tiles = align_pairs(experts.flatten(), num_experts)
+    weights = topk_weights.contiguous()
+    tiles = align_pairs(topk_ids.flatten().int(), num_experts)
     inner = torch.empty((num_tokens * top_k, features), dtype=x.dtype, device=x.device)
     outer = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"

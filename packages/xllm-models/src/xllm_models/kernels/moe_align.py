@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Top-k routing of `moe`, and the alignment of its (token, expert) pairs to tiles of one expert each.
+"""Top-k routing by softmax, and the alignment of (token, expert) pairs to tiles of one expert each.
 
 Each of the two is one kernel in decode, where pairs are few. T tokens, k experts per token, P = T * k pairs, E experts.
 """
@@ -98,7 +98,8 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int, normalize: bool) -> tu
     experts = logits.new_empty((num_tokens, top_k), dtype=torch.int32)
     blocks = power_of_two(num_experts), power_of_two(top_k)
     constants = (logits.stride(0), num_experts, top_k, normalize, *blocks)
-    _launch_topk_softmax((num_tokens, 1, 1), (logits, weights, experts), (), constants)
+    if num_tokens:
+        _launch_topk_softmax((num_tokens, 1, 1), (logits, weights, experts), (), constants)
     return weights, experts
 
 

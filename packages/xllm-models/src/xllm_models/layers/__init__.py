@@ -10,7 +10,7 @@ from .linear import (
     RowParallelLinear,
 )
 from .mlp import GatedMLP
-from .moe import SparseMoE
+from .moe import Experts, SparseMoE, TopKRouter
 from .norm import ResidualLayerNorm, ResidualRMSNorm, RMSNorm
 from .parallel import KeepDtypeParameter, Shard, ShardedModule, TensorParallel, WeightShard, row_shards
 from .prefetch import PrefetchingModule
@@ -19,6 +19,7 @@ from .vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 __all__ = [
     "ColumnParallelLinear",
+    "Experts",
     "GatedMLP",
     "KeepDtypeParameter",
     "LinearBase",
@@ -35,6 +36,7 @@ __all__ = [
     "ShardedModule",
     "SparseMoE",
     "TensorParallel",
+    "TopKRouter",
     "VocabParallelEmbedding",
     "WeightShard",
     "row_shards",

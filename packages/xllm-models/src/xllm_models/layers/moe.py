@@ -1,6 +1,6 @@
-"""The mixture-of-experts MLP: a router and its experts, whose features are sharded over tensor-parallel ranks.
+"""The mixture-of-experts MLP: a router, and experts whose features are sharded over tensor-parallel ranks.
 
-E experts, N hidden, I features of one expert on this rank.
+T tokens, E experts, k experts per token, N hidden, I features of one expert on this rank.
 """
 
 from __future__ import annotations
@@ -9,30 +9,59 @@ import torch
 from torch import nn
 
 from ..config import MoEConfig
-from ..ops import all_reduce_, linear, moe
+from ..ops import all_reduce_, fused_experts, linear, topk_softmax
 from .parallel import ShardedModule, TensorParallel, WeightShard
 
 
-class Router(nn.Module):
-    """x [T, N] -> logits [T, E]. Every rank holds the whole weight."""
+class TopKRouter(nn.Module):
+    """x [T, N] -> (logits [T, E], weights [T, k] in x's dtype, ids [T, k] int32), as HF's routers return them.
 
-    def __init__(self, hidden_size: int, num_experts: int) -> None:
+    The k most probable experts by a softmax over all; with `normalize` their weights sum to 1. Every rank holds the
+    whole weight. A family with another routing has a module of its own with these results.
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool) -> None:
         super().__init__()
+        self.top_k = top_k
+        self.normalize = normalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = linear(x, self.weight)
+        weights, ids = topk_softmax(logits, self.top_k, self.normalize)
+        return logits, weights, ids
 
 
 class Experts(ShardedModule):
-    """The experts' weights: gate_up [E, 2I, N] (gate rows, then up rows) and down [E, N, I]."""
+    """x [T, N], weights [T, k], ids [T, k] -> [T, N]: the weighted sum of each token's experts (`ops.fused_experts`).
 
-    def __init__(self, hidden_size: int, num_experts: int, intermediate_size: int, tp: TensorParallel) -> None:
+    `reduce_results` as for `RowParallelLinear`. Parameters: gate_up [E, 2I, N] (gate rows, then up rows) and
+    down [E, N, I]. An activation other than silu is a ValueError.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        intermediate_size: int,
+        *,
+        hidden_act: str,
+        reduce_results: bool = True,
+        tp: TensorParallel,
+    ) -> None:
         super().__init__()
+        if hidden_act not in ("silu", "swish"):
+            raise ValueError(f"hidden_act {hidden_act!r} of experts is not supported; supported: ['silu', 'swish']")
+        self.tp = tp
+        self.reduce_results = reduce_results
         self.hidden_size = hidden_size
         self.shard = tp.shard("moe_intermediate_size", intermediate_size)
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * self.shard.size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, self.shard.size))
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        out = fused_experts(x, weights, ids, self.gate_up, self.down)
+        return all_reduce_(out, self.tp.group) if self.reduce_results and self.tp.size > 1 else out
 
     def weight_shards(self, name: str) -> tuple[WeightShard, ...]:
         """gate_up: the gate and the up region of expert 0, then of expert 1, ...; down: one region per expert."""
@@ -53,24 +82,25 @@ class Experts(ShardedModule):
 
 
 class SparseMoE(nn.Module):
-    """x [T, N] -> [T, N]: each token through its top k experts; `reduce_results` as for `RowParallelLinear`.
-
-    An activation other than silu is a ValueError.
-    """
+    """x [T, N] -> [T, N]: `TopKRouter` and `Experts`. Errors and `reduce_results` are those of `Experts`."""
 
     def __init__(
         self, hidden_size: int, config: MoEConfig, *, hidden_act: str, reduce_results: bool = True, tp: TensorParallel
     ) -> None:
         super().__init__()
-        if hidden_act not in ("silu", "swish"):
-            raise ValueError(f"hidden_act {hidden_act!r} of experts is not supported; supported: ['silu', 'swish']")
-        self.tp = tp
-        self.reduce_results = reduce_results
-        self.top_k = config.num_experts_per_token
-        self.normalize = config.normalize
-        self.gate = Router(hidden_size, config.num_experts)
-        self.experts = Experts(hidden_size, config.num_experts, config.intermediate_size, tp)
+        self.gate = TopKRouter(
+            hidden_size, config.num_experts, config.num_experts_per_token, normalize=config.normalize
+        )
+        self.experts = Experts(
+            hidden_size,
+            config.num_experts,
+            config.intermediate_size,
+            hidden_act=hidden_act,
+            reduce_results=reduce_results,
+            tp=tp,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = moe(x, self.gate(x), self.experts.gate_up, self.experts.down, self.top_k, self.normalize)
-        return all_reduce_(out, self.tp.group) if self.reduce_results and self.tp.size > 1 else out
+        _, weights, ids = self.gate(x)
+        out: torch.Tensor = self.experts(x, weights, ids)
+        return out

@@ -20,7 +20,7 @@ from .collectives import (
 )
 from .embedding import embedding_shard
 from .linear import linear
-from .moe import moe
+from .moe import fused_experts, topk_softmax
 from .norm import fused_add_rms_norm, rms_norm
 from .rotary import qk_norm_rope, rotary
 from .symmetric import SymmetricTransport, missing_requirements
@@ -38,17 +38,18 @@ __all__ = [
     "broadcast_",
     "embedding_shard",
     "fused_add_rms_norm",
+    "fused_experts",
     "gelu_and_mul",
     "group_stats",
     "linear",
     "missing_requirements",
-    "moe",
     "qk_norm_rope",
     "reduce_scatter",
     "register_group",
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "topk_softmax",
     "traffic",
     "unregister_group",
 ]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..layers import ResidualLayerNorm, ResidualRMSNorm, RowParallelLinear, SparseMoE
+from ..layers import Experts, ResidualLayerNorm, ResidualRMSNorm, RowParallelLinear
 
 _aten = torch.ops.aten
 # The sum over the ranks may come after these. A factor is one operand that is the same on all ranks.
@@ -67,7 +67,7 @@ class PartialSums:
             )
 
     def leave(self, name: str, module: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
-        summing = isinstance(module, (RowParallelLinear, SparseMoE))
+        summing = isinstance(module, (RowParallelLinear, Experts))
         for output in outputs:
             if summing:
                 self._set(output, _Origin(name=name, partial=not module.reduce_results))

@@ -16,7 +16,7 @@ from ..layers import LinearBase, PrefetchingModule
 _aten = torch.ops.aten
 _PRODUCTS = (
     torch.ops.xllm.linear,
-    torch.ops.xllm.moe,
+    torch.ops.xllm.fused_experts,
     torch.ops.xllm.attention,
     *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.matmul, _aten.linear),
 )
