@@ -176,6 +176,9 @@ def test_rope_parameters_per_layer_type() -> None:
     nested["sliding_attention"] = {"rope_type": "linear", "factor": 2.0}
     with pytest.raises(ValueError, match="rope type 'linear' of sliding_attention layers"):
         gemma(rope_parameters=nested)
+    nested = {"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(ValueError, match="original_max_position_embeddings 8 must be in the rope parameters of full"):
+        gemma(rope_parameters=nested, original_max_position_embeddings=8)
     with pytest.raises(ValueError, match=r"rope parameters for layer types \['chunked_attention'\]"):
         gemma(rope_parameters={"chunked_attention": {}})
 

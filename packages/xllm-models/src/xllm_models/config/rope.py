@@ -175,12 +175,21 @@ def parse_layer_ropes(
     if unknown:
         raise ValueError(f"rope parameters for layer types {sorted(unknown)} are not supported")
     rest = {key: value for key, value in raw.items() if key != "rope_parameters"}
+    _refuse_outer_length(rest, nested.get("full_attention") or {})
     full = parse_rope(rest | {"rope_parameters": nested.get("full_attention")}, max_position_embeddings, defaults)
     local_defaults = dict(defaults) | ({} if local_theta is None else {"rope_theta": local_theta})
     sliding = parse_rope({"rope_parameters": nested.get("sliding_attention")}, max_position_embeddings, local_defaults)
     if sliding.rope_type != "default":
         raise ValueError(f"rope type {sliding.rope_type!r} of sliding_attention layers is not supported")
     return full, sliding
+
+
+def _refuse_outer_length(raw: Mapping[str, Any], full: Mapping[str, Any]) -> None:
+    """Refuse a trained length outside of the parameters per layer type: HF ignores it there, and obeys it elsewhere."""
+    name = "original_max_position_embeddings"
+    scaled = full.get("rope_type", full.get("type")) in ("llama3", "yarn", "longrope")
+    if scaled and raw.get(name) is not None and name not in full:
+        raise ValueError(f"{name} {raw[name]} must be in the rope parameters of full_attention, not next to them")
 
 
 def _merged(raw: Mapping[str, Any]) -> dict[str, Any]:
