@@ -124,6 +124,27 @@ def test_the_served_length_chooses_longropes_factors(
     assert by_default["0"] != expected[0]
 
 
+@pytest.mark.parametrize("model_impl", ["python", "native"])
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_scaled_rope_serves_contexts_beyond_max_position_embeddings(
+    rope_type: str,
+    model_impl: str,
+    small_config: dict[str, Any],
+    tmp_path: Path,
+    hf_greedy: HfGreedy,
+    serve: Serve,
+    answers: Answers,
+) -> None:
+    torch.manual_seed(10)
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    config = LlamaConfig(**small_config, initializer_range=0.1, rope_parameters=rope)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    prompt = [3 + 7 * i % 250 for i in range(240)]
+    flags = [f"--model_impl={model_impl}", "--dtype=float32", "--max_model_len=300"]
+    got = answers(serve(tmp_path, [request("0", prompt, 40, ignore_eos=True)], *flags))
+    assert got["0"] == hf_greedy(tmp_path, [prompt], 40, None)[0]
+
+
 def test_one_execute_and_one_plan_per_step(llama: Path, worker_path: Path) -> None:
     from xllm_text.worker import Worker
 

@@ -174,15 +174,17 @@ def test_an_impossible_option_ends_with_one_error(
     assert result.stderr.startswith("error: ")
 
 
-def test_a_context_beyond_max_position_embeddings(copy_of_llama: Path, run: Run) -> None:
-    """Dynamic rotary embeddings could go further, but max_position_embeddings is the limit."""
+def test_a_context_beyond_what_rope_scaling_extends(copy_of_llama: Path, run: Run) -> None:
     path = copy_of_llama / "config.json"
     config = json.loads(path.read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     path.write_text(json.dumps(config))
-    result = run(copy_of_llama, [], "--max_model_len=300")
+    result = run(copy_of_llama, [], "--max_model_len=513")
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == ("error: --max_model_len is 300; the limit is the model's max_position_embeddings, 256\n")
+    assert result.stderr == (
+        "error: max_model_len 513 is outside 1 to 512, the model's positions (rope type 'dynamic', factor 2.0, "
+        "max_position_embeddings 256)\n"
+    )
 
 
 def test_no_such_directory(run: Run) -> None:

@@ -33,14 +33,4 @@ int64_t choose_num_blocks(const WorkerOptions& options, int64_t bytes_per_token,
   return std::min({bytes / bytes_per_block, blocks_per_seq * options.max_seqs_per_batch, max_blocks});
 }
 
-int64_t choose_max_model_len(const WorkerOptions& options, int64_t max_position_embeddings) {
-  if (!options.max_model_len) return max_position_embeddings;
-  if (*options.max_model_len > max_position_embeddings) {
-    throw std::runtime_error("--max_model_len is " + std::to_string(*options.max_model_len) +
-                             "; the limit is the model's max_position_embeddings, " +
-                             std::to_string(max_position_embeddings));
-  }
-  return *options.max_model_len;
-}
-
 }  // namespace xllm::worker

@@ -11,7 +11,4 @@ namespace xllm::worker {
 // max_seqs_per_batch sequences of max_model_len use. Throws std::runtime_error when the memory is less than one page.
 int64_t choose_num_blocks(const WorkerOptions& options, int64_t bytes_per_token, int64_t max_model_len);
 
-// The option max_model_len, else the model's maximum. Throws std::runtime_error when the option exceeds that.
-int64_t choose_max_model_len(const WorkerOptions& options, int64_t max_position_embeddings);
-
 }  // namespace xllm::worker

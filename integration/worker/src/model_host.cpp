@@ -158,7 +158,8 @@ ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& mod
   info.dtype = dtype_name(model.dtype());
   info.device = model.device().str();
   info.vocab_size = model.args().vocab_size();
-  info.max_model_len = choose_max_model_len(options, model.args().max_position_embeddings());
+  // load_model has compared the option with the positions that the model can serve.
+  info.max_model_len = options.max_model_len.value_or(model.args().max_position_embeddings());
   info.num_blocks = choose_num_blocks(options, bytes_per_token, info.max_model_len);
   info.block_size = options.block_size;
   info.eos_token_ids = model.args().eos_token_ids();
