@@ -30,10 +30,12 @@ NUM_HEADS, NUM_EXPERTS = 8, 6
 
 
 class Extra(ShardedModule):
-    """What DeepSeek's routers and Mamba's mixers hold in fp32; `A_log` and `dt_bias` are sharded over the ranks."""
+    """What DeepSeek's routers and Mamba's mixers hold in fp32; `A_log`, `dt_bias` and `decay` are sharded."""
 
     e_score_correction_bias: torch.Tensor  # [E] fp32, a buffer as in HF
     tid2eid: torch.Tensor  # [E] int64, a buffer
+
+    decay: torch.Tensor  # [H] fp32, a buffer
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -41,11 +43,12 @@ class Extra(ShardedModule):
         self.A_log = KeepDtypeParameter(torch.empty(self.heads.size, dtype=torch.float32))
         self.dt_bias = KeepDtypeParameter(torch.empty(self.heads.size, dtype=torch.float32))
         self.weight = nn.Parameter(torch.empty(self.heads.size))
+        self.register_buffer("decay", torch.empty(self.heads.size, dtype=torch.float32))
         self.register_buffer("e_score_correction_bias", torch.empty(NUM_EXPERTS, dtype=torch.float32))
         self.register_buffer("tid2eid", torch.empty(NUM_EXPERTS, dtype=torch.int64))
 
     def weight_shards(self, name: str) -> tuple[WeightShard, ...]:
-        if name in ("A_log", "dt_bias", "weight"):
+        if name in ("A_log", "dt_bias", "decay", "weight"):
             return row_shards((self.heads,))
         return super().weight_shards(name)
 
@@ -58,7 +61,13 @@ class Model(LlamaForCausalLM):
 
 def extra_tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    floats = {"A_log": NUM_HEADS, "dt_bias": NUM_HEADS, "weight": NUM_HEADS, "e_score_correction_bias": NUM_EXPERTS}
+    floats = {
+        "A_log": NUM_HEADS,
+        "dt_bias": NUM_HEADS,
+        "decay": NUM_HEADS,
+        "weight": NUM_HEADS,
+        "e_score_correction_bias": NUM_EXPERTS,
+    }
     tensors = {f"model.extra.{name}": torch.rand(size, generator=generator) for name, size in floats.items()}
     return tensors | {"model.extra.tid2eid": torch.arange(NUM_EXPERTS).flip(0)}
 
@@ -81,8 +90,8 @@ def test_values_in_fp32_are_exact_in_every_model_dtype(
         for _ in range(2):
             model.load_weights([DictStateDict(checkpoint)], rank, size)
         assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
-    for name in ("A_log", "dt_bias"):
-        held = [model.get_parameter(f"model.extra.{name}") for model in ranks]
+    for name in ("A_log", "dt_bias", "decay"):
+        held = [model.state_dict()[f"model.extra.{name}"] for model in ranks]
         assert {parameter.dtype for parameter in held} == {torch.float32}
         assert torch.equal(torch.cat(list(held)), checkpoint[f"model.extra.{name}"])
     for model in ranks:

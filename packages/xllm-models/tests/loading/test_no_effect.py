@@ -198,6 +198,20 @@ def test_each_kind_is_logged_once_with_its_number(caplog: pytest.LogCaptureFixtu
     ]
 
 
+class Unread(DictStateDict):
+    """Tensors that must not be read."""
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        raise AssertionError(f"{name} was read")
+
+
+def test_tensors_without_a_condition_on_their_values_are_not_read() -> None:
+    """A prediction head may be large, and quantized."""
+    model, tensors = build({"num_nextn_predict_layers": 1})
+    unread = Unread({name: torch.zeros(1) for name in ("mtp.fc.weight", "model.layers.1.mlp.up_proj.weight")})
+    model.load_weights([DictStateDict(tensors), unread])
+
+
 def test_a_needed_bias_is_loaded_although_it_has_a_name_of_the_table() -> None:
     model, tensors = build({"attention_bias": True})
     biases = {f"{ATTENTION}{x}_proj.bias": torch.randn(16 if x in "kv" else 32) for x in "qkvo"}

@@ -251,6 +251,12 @@ def test_scales_that_do_not_fit_their_weight_are_named(case: str) -> None:
         dequantized(files, parsed)
 
 
+def test_an_fp8_tensor_that_is_no_weight_is_named() -> None:
+    tensors = {"a.weight": torch.zeros(16).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)}
+    with pytest.raises(WeightError, match=r"a\.weight \(checkpoint \[16\], expected two or three dimensions\)"):
+        dequantized([DictStateDict(tensors)], Quantization(method="fp8", format="fp8"))
+
+
 def test_all_scales_that_do_not_fit_are_in_one_error() -> None:
     weights = {f"{name}.weight": torch.zeros(16, 16).to(torch.float8_e4m3fn) for name in "ab"}
     scales = {f"{name}.weight_scale_inv": torch.ones(1, 1) for name in "ab"}

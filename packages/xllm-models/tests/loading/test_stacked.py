@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from xllm_models import CausalLM, DictStateDict, TensorParallel, WeightError, WeightMap, load_model
-from xllm_models.loading import SafetensorsStateDict
+from xllm_models.loading import SafetensorsStateDict, in_layer_layout
 from xllm_models.models.qwen3_moe import Qwen3MoeForCausalLM
 
 MOE = {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "vocab_size": 96}
@@ -104,6 +104,24 @@ def test_other_layouts_of_one_tensor(layout: str, size: int, qwen: Any, tmp_path
             model.load_weights([source], rank, size)
             want = load_model(directory, tp_rank=rank, tp_size=size).state_dict()
             assert all(torch.equal(want[name], found) for name, found in model.state_dict().items())
+
+
+def test_gpt_oss_layout_of_weights_and_biases(tmp_path: Path) -> None:
+    """gpt-oss: inputs first, gate and up in turn, and a bias of each expert; HF splits them with [..., ::2]."""
+    weight_map = WeightMap(transposed=("*.gate_up_proj", "*_bias"), interleaved=("*.gate_up_proj*",))
+    stored = {"experts.gate_up_proj": torch.randn(3, 4, 10), "experts.gate_up_proj_bias": torch.randn(3, 10)}
+    weight, bias = (torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1) for tensor in stored.values())
+    save_file(stored, tmp_path / "model.safetensors")
+    for source in (DictStateDict(stored), SafetensorsStateDict(tmp_path / "model.safetensors")):
+        (found,) = in_layer_layout([source], weight_map)
+        assert torch.equal(found.get_tensor("experts.gate_up_proj"), weight.mT)
+        assert torch.equal(found.get_tensor("experts.gate_up_proj_bias"), bias)
+        region: Any = found
+        for rows in (slice(0, 5), slice(5, 10), slice(2, 8), slice(7, 9), slice(4, 5)):
+            one, columns = slice(1, 2), slice(1, 3)
+            got = region.get_slice("experts.gate_up_proj")[one, rows, columns]
+            assert torch.equal(got, weight.mT[one, rows, columns])
+            assert torch.equal(region.get_slice("experts.gate_up_proj_bias")[one, rows], bias[one, rows])
 
 
 MIXTRAL = WeightMap(

@@ -39,9 +39,12 @@ class _InLayerLayout:
 
     def get_slice(self, name: str) -> TensorSlice:
         found: TensorSlice = PlainSlice(self._stored, name)
-        if len(found.get_shape()) > 1 and matches(name, self._weight_map.transposed):
+        is_bias = name.endswith("bias") or len(found.get_shape()) == 1  # has outputs, and no inputs
+        if not is_bias and matches(name, self._weight_map.transposed):
             found = _Transposed(found)
-        return _Deinterleaved(found) if matches(name, self._weight_map.interleaved) else found
+        if not matches(name, self._weight_map.interleaved):
+            return found
+        return _Deinterleaved(found, dim=len(found.get_shape()) - (1 if is_bias else 2))
 
     def get_tensor(self, name: str) -> torch.Tensor:
         if not matches(name, (*self._weight_map.transposed, *self._weight_map.interleaved)):
@@ -70,9 +73,10 @@ class _Transposed:
 
 @dataclass(frozen=True, slots=True)
 class _Deinterleaved:
-    """First the even, then the odd rows of a tensor. A row is an output: of dimension -2, or of the only one."""
+    """First the even, then the odd rows of a tensor along `dim`, its outputs."""
 
     stored: TensorSlice
+    dim: int
 
     def get_shape(self) -> list[int]:
         return self.stored.get_shape()
@@ -81,9 +85,8 @@ class _Deinterleaved:
         return self.stored.get_dtype()
 
     def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor:
-        shape = self.get_shape()
-        dim = max(len(shape) - 2, 0)
-        half, rows = -(-shape[dim] // 2), region[dim]
+        dim = self.dim
+        half, rows = -(-self.get_shape()[dim] // 2), region[dim]
         parts = []
         for parity, start, stop in ((0, rows.start, min(rows.stop, half)), (1, max(rows.start, half), rows.stop)):
             if start < stop:

@@ -29,9 +29,14 @@ class _Tensor:
     """A tensor that no parameter is loaded from, and the model it came with."""
 
     name: str
-    values: torch.Tensor
+    state_dict: StateDict
     module: nn.Module
     config: ModelConfig
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Read only where a condition depends on them: prediction heads are large."""
+        return self.state_dict.get_tensor(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,7 @@ def faults_of_unexpected(
         if kind is None:
             unknown.append(name)
             continue
-        tensor = _Tensor(name=name, values=where[name].get_tensor(name), module=module, config=config)
+        tensor = _Tensor(name=name, state_dict=where[name], module=module, config=config)
         fault = kind.fault(tensor)
         if fault is not None:
             faults.append(f"{name} ({kind.what} has no effect only if {kind.reason}; {fault})")
@@ -84,8 +89,9 @@ def _never(tensor: _Tensor) -> str | None:
 
 def _all_equal(value: float) -> Callable[[_Tensor], str | None]:
     def fault(tensor: _Tensor) -> str | None:
-        others = tensor.values.float() != value
-        return f"it holds {_sample(tensor.values[others])}" if others.any() else None
+        values = tensor.values
+        others = values.float() != value
+        return f"it holds {_sample(values[others])}" if others.any() else None
 
     return fault
 
@@ -94,8 +100,9 @@ def _cache_scale(tensor: _Tensor) -> str | None:
     """Scales of a cache are per tensor, head or channel. A learned scale of the same name has other sizes."""
     sizes = {1, tensor.config.num_heads, tensor.config.num_kv_heads}
     sizes |= {size * tensor.config.head_dim for size in sizes - {1}}
-    if tensor.values.numel() not in sizes:
-        return f"its shape {list(tensor.values.shape)} is not one per tensor, head or channel"
+    shape = tensor.values.shape
+    if shape.numel() not in sizes:
+        return f"its shape {list(shape)} is not one per tensor, head or channel"
     return _of_quantization(tensor)
 
 
@@ -153,9 +160,8 @@ def _mask_or_zero_bias(tensor: _Tensor) -> str | None:
 
 
 def _mask_value(tensor: _Tensor) -> str | None:
-    if tensor.values.numel() == 1 and float(tensor.values) <= -1e4:
-        return None
-    return f"it holds {_sample(tensor.values)}"
+    values = tensor.values
+    return None if values.numel() == 1 and float(values) <= -1e4 else f"it holds {_sample(values)}"
 
 
 def _counts_from_0(tensor: _Tensor) -> str | None:
@@ -174,7 +180,8 @@ def _trivial_groups(tensor: _Tensor) -> str | None:
 
 
 def _empty(tensor: _Tensor) -> str | None:
-    return f"it has {tensor.values.numel()} bytes" if tensor.values.numel() else None
+    size = tensor.values.numel()
+    return f"it has {size} bytes" if size else None
 
 
 def _sample(values: torch.Tensor) -> str:

@@ -114,6 +114,8 @@ def _quantized_weights(
         if quantization.format == "fp8":
             scale = next((name + end for end in _FP8_SCALES if checkpoint.has(name + end)), None)
             if scale is not None and checkpoint.is_fp8(name):
+                if len(shape := checkpoint.shape(name)) not in (2, 3):
+                    raise WeightError(f"{name} (checkpoint {list(shape)}, expected two or three dimensions)")
                 yield name, _Fp8Weight(checkpoint=checkpoint, name=name, scale=scale, block=quantization.block)
         elif last == "qweight":
             if len(shape := checkpoint.shape(name)) != 2:
@@ -156,7 +158,7 @@ class _Fp8Weight:
             expected = [*entries, -(-num_outputs // rows), -(-num_inputs // columns)]
             yield from _misfits(self.checkpoint, self.scale, expected)
             return
-        per_entry, rest = divmod(math.prod(found), math.prod(entries))
+        per_entry, rest = divmod(math.prod(found), math.prod(entries) or 1)
         few = per_entry in (1, 2) if entries else per_entry == 1  # of stacked weights, one per half: gate and up
         if rest or not (few or per_entry == num_outputs) or num_outputs % per_entry:
             yield f"{self.scale} (checkpoint {list(found)}, expected {[*entries, num_outputs, 1]} or {[*entries, 1]})"

@@ -26,9 +26,9 @@ class WeightMap:
     prestacked: the end of a parameter's name to the checkpoint tensors that hold all entries along dimension 0. A
         tensor holds an equal share of each entry's weight shards, concatenated along dimension 1. They are read if the
         checkpoint has one of them, and the names of `stacked` otherwise.
-    transposed: patterns (fnmatch) of checkpoint tensors whose last two dimensions are (inputs, outputs).
+    transposed: patterns (fnmatch) of checkpoint tensors whose last two dimensions are (inputs, outputs). Biases stay.
     interleaved: patterns of checkpoint tensors whose outputs alternate between the rows of two weight shards (gate row,
-        up row, gate row, ...).
+        up row, gate row, ...). A name that ends in `bias` has its outputs in the last dimension.
     tied: a checkpoint name to the parameter whose storage it shares if the config ties word embeddings. The checkpoint
         needs one of the two names; if it has both, they must hold the same values.
     ignored: patterns (fnmatch) of checkpoint names that are not loaded, such as those of a vision tower. The log counts
