@@ -80,7 +80,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # Checkpoints with a vision tower, of which the text model is served.
-FAMILIES |= {"gemma3": FAMILIES["gemma3_text"], "mistral3": FAMILIES["mistral"]}
+FAMILIES |= {
+    "gemma3": FAMILIES["gemma3_text"], "mistral3": FAMILIES["mistral"], "ministral": FAMILIES["mistral"],
+    "qwen2_vl": FAMILIES["qwen2"], "qwen2_5_vl": FAMILIES["qwen2"], "qwen3_vl": FAMILIES["qwen3"],
+}  # fmt: skip
 
 
 def test_reflected_structs_cross_and_come_back(ask: Ask) -> None:

@@ -59,7 +59,33 @@ MISTRAL: dict[str, Any] = {
     "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
     "image_token_index": 96,
 }
-FAMILIES = {"gemma3": GEMMA, "mistral3": MISTRAL}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+QWEN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+QWEN2: dict[str, Any] = {
+    "text_config": TEXT
+    | {"rope_parameters": QWEN_ROPE, "use_sliding_window": True, "sliding_window": 5}
+    | {"max_window_layers": 1},
+    "vision_config": QWEN_VISION,
+    "image_token_id": 96,
+}
+QWEN3: dict[str, Any] = {
+    "text_config": TEXT | {"rope_parameters": QWEN_ROPE | {"mrope_interleaved": True}, "attention_bias": True},
+    "vision_config": QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    "image_token_id": 96,
+}
+FAMILIES = {
+    "gemma3": GEMMA,
+    "mistral3": MISTRAL,
+    "qwen2_vl": QWEN2 | {"vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}},
+    "qwen2_5_vl": QWEN2,
+    "qwen3_vl": QWEN3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +137,22 @@ def test_text_models_of_nested_checkpoints_equal_hf(
     with caplog.at_level(logging.WARNING, logger="xllm_models"):
         check(hf, directory, paged)
     (line,) = [record.getMessage() for record in caplog.records if "ignores" in record.getMessage()]
-    assert "of *vision_tower.*, " in line
-    assert "of *multi_modal_projector.*" in line
+    assert "visual.*" in line or ("of *vision_tower.*, " in line and "of *multi_modal_projector.*" in line)
+
+
+def test_a_flat_config_of_a_vision_model_as_published(write_nested: Callable[..., Any], paged: ModuleType) -> None:
+    """As Qwen/Qwen2.5-VL-7B-Instruct has it: no text_config, and the rope type mrope."""
+    _, directory = write_nested("qwen2_5_vl")
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    text = {key: value for key, value in TEXT.items() if key != "head_dim"}
+    rope = {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    flat = {"architectures": raw["architectures"], "model_type": "qwen2_5_vl", "vision_config": raw["vision_config"]}
+    path.write_text(json.dumps(flat | text | rope | {"tie_word_embeddings": False, "torch_dtype": "float32"}))
+    names = list(load_file(directory / "model.safetensors"))
+    assert "model.layers.0.mlp.up_proj.weight" in names
+    assert any(name.startswith("visual.") for name in names)
+    check(AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval(), directory, paged)
 
 
 SPELLINGS: dict[str, Callable[[str], str]] = {

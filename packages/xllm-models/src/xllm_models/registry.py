@@ -24,9 +24,13 @@ _BUILT_IN = {
         ("gemma3", "Gemma3ForCausalLM", "gemma3_text", "Gemma3ForConditionalGeneration", "gemma3"),
         ("llama", "LlamaForCausalLM", "llama"),
         ("mistral", "MistralForCausalLM", "mistral", "Mistral3ForConditionalGeneration", "mistral3"),
+        ("mistral", "MistralForCausalLM", "MinistralForCausalLM", "ministral"),
         ("phi3", "Phi3ForCausalLM", "phi3"),
         ("qwen2", "Qwen2ForCausalLM", "qwen2"),
+        ("qwen2", "Qwen2VLForConditionalGeneration", "qwen2_vl"),
+        ("qwen2", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
         ("qwen3", "Qwen3ForCausalLM", "qwen3"),
+        ("qwen3", "Qwen3VLForConditionalGeneration", "qwen3_vl"),
         ("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe"),
     )
     for name in (class_name, *names)

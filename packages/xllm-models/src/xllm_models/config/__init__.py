@@ -12,7 +12,7 @@ from .model import DTYPES, ModelConfig, parse_dtype
 from .moe import MoEConfig
 from .quantization import Quantization, parse_quantization
 from .rope import RopeConfig, parse_layer_ropes, parse_rope
-from .text import TEXT_MODEL_TYPE, text_config
+from .text import TEXT_MODEL_TYPE, text_config, without_mrope
 from .unread import EXPERT_KEYS, GEMMA_KEYS, OPTIONAL_KEYS, QWEN_WINDOW_KEYS
 from .windows import LAYER_TYPES
 
@@ -35,4 +35,5 @@ __all__ = [
     "parse_rope",
     "read_config",
     "text_config",
+    "without_mrope",
 ]

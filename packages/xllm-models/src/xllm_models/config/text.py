@@ -1,4 +1,4 @@
-"""Finds the text model's keys in a config.json whose text model is one of several (vision, audio)."""
+"""Finds the text model's configuration in a config.json of several models (vision, audio, text)."""
 
 from __future__ import annotations
 
@@ -39,3 +39,17 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     text.pop("torch_dtype", None)
     text[TEXT_MODEL_TYPE] = nested.get("model_type")
     return text
+
+
+def without_mrope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`raw` with plain rotary parameters instead of Qwen-VL's mrope.
+
+    mrope has three positions per token, and takes each frequency's angle from one of them. Those of a text token are
+    equal, so for text it is the rotary embedding of one position.
+    """
+    changed = dict(raw)
+    for name in ("rope_parameters", "rope_scaling"):
+        given = ConfigKeys(raw).mapping(name)
+        rope = {key: value for key, value in given.items() if key not in ("mrope_section", "mrope_interleaved")}
+        changed[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()} or None
+    return changed

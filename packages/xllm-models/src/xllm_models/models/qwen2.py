@@ -14,7 +14,7 @@ from torch import nn
 from xllm_attention import Attention, AttentionSpec
 
 from ..causal_lm import CausalLM
-from ..config import QWEN_WINDOW_KEYS, ModelConfig
+from ..config import QWEN_WINDOW_KEYS, ModelConfig, text_config, without_mrope
 from ..layers import (
     GatedMLP,
     ParallelLMHead,
@@ -114,3 +114,35 @@ class Qwen2ForCausalLM(CausalLM):
         self.model = Qwen2Model(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
+
+
+class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
+    """The text model of Qwen2-VL and Qwen2.5-VL."""
+
+    weight_map = WeightMap(
+        prefix=("language_model.", "model.language_model."),
+        fused=Qwen2ForCausalLM.weight_map.fused,
+        tied=Qwen2ForCausalLM.weight_map.tied,
+        ignored=("visual.*", "model.visual.*"),
+    )
+
+    text_model_types = ("qwen2_vl_text", "qwen2_5_vl_text")
+    # Published checkpoints may list only the keys that differ from these.
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 80,
+    }
+
+    @classmethod
+    def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        return super().parse_config(without_mrope(text_config(raw)))

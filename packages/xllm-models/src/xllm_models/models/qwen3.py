@@ -5,7 +5,7 @@ T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from xllm_attention import Attention, AttentionSpec
 
 from ..causal_lm import CausalLM
-from ..config import QWEN_WINDOW_KEYS, ModelConfig
+from ..config import QWEN_WINDOW_KEYS, ModelConfig, text_config, without_mrope
 from ..layers import (
     GatedMLP,
     ParallelLMHead,
@@ -114,7 +114,7 @@ class Qwen3ForCausalLM(CausalLM):
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
-    optional_keys = (*QWEN_WINDOW_KEYS, "attention_bias", "hidden_act")
+    optional_keys: ClassVar[Collection[str]] = (*QWEN_WINDOW_KEYS, "attention_bias", "hidden_act")
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 128,
         "use_sliding_window": False,
@@ -126,3 +126,22 @@ class Qwen3ForCausalLM(CausalLM):
         self.model = Qwen3Model(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
+
+
+class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
+    """The text model of Qwen3-VL."""
+
+    weight_map = WeightMap(
+        prefix=("language_model.", "model.language_model."),
+        fused=Qwen3ForCausalLM.weight_map.fused,
+        tied=Qwen3ForCausalLM.weight_map.tied,
+        ignored=("visual.*", "model.visual.*"),
+    )
+
+    text_model_types = ("qwen3_vl_text",)
+    optional_keys = ("attention_bias", "hidden_act")
+    config_defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "rope_theta": 5e5}
+
+    @classmethod
+    def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        return super().parse_config(without_mrope(text_config(raw)))
