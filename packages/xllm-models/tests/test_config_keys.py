@@ -226,6 +226,29 @@ def test_random_configs_with_random_keys(
         check(directory, paged, want, RANDOM_TOLERANCE, **options)
 
 
+@pytest.mark.parametrize("family", [*sorted(FAMILIES), "ministral"])
+def test_absent_keys_have_the_values_of_the_hf_class(family: str) -> None:
+    sizes = {key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "tie_word_embeddings")}
+    sizes |= {"num_attention_heads": 64, "hidden_size": 512, "num_hidden_layers": 30}
+    hf = CONFIG_MAPPING[family](**sizes)
+    config = get_model_class(family).parse_config({"model_type": family} | sizes)
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    assert (config.head_dim, config.num_kv_heads) == (head_dim, hf.num_key_value_heads)
+    assert (config.rms_norm_eps, config.tie_word_embeddings) == (hf.rms_norm_eps, hf.tie_word_embeddings)
+    assert config.hidden_act == getattr(hf, "hidden_activation", getattr(hf, "hidden_act", None))
+    slides = [name == "sliding_attention" for name in getattr(hf, "layer_types", ["sliding_attention"] * 30)]
+    window = getattr(hf, "sliding_window", None) or 0
+    assert [config.window(layer_id) for layer_id in range(30)] == [window * one for one in slides]
+    ropes = hf.rope_parameters if "full_attention" in hf.rope_parameters else {"full_attention": hf.rope_parameters}
+    assert config.rope.theta == ropes["full_attention"]["rope_theta"]
+    if config.sliding_rope is not None:
+        assert config.sliding_rope.theta == ropes["sliding_attention"]["rope_theta"]
+    if config.moe is not None:
+        assert (config.moe.num_experts, config.moe.num_experts_per_token) == (hf.num_experts, hf.num_experts_per_tok)
+        assert config.moe.intermediate_size == hf.moe_intermediate_size
+        assert (config.moe.normalize, config.moe.sparse_step) == (hf.norm_topk_prob, hf.decoder_sparse_step)
+
+
 def keys_in_source(config_class: type) -> set[str]:
     source = inspect.getsource(config_class)
     return {key for key in OPTIONAL_KEYS if re.search(rf"\b{key}\b", source)}

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -214,6 +215,29 @@ def test_prefixes_of_state_dicts_in_memory(write_checkpoint: Callable[..., Any])
         model.load_weights([DictStateDict(tensors), DictStateDict(other_file)])
     with pytest.raises(ValueError, match="prefix 'thinker' must be a module's name and a dot"):
         WeightMap(prefix="thinker")
+
+
+PREFIXED: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "phi3": {"pad_token_id": None},  # one tensor for q, k and v
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["renamed", "original"])
+@pytest.mark.parametrize("model_type", sorted(PREFIXED))
+def test_fused_stacked_and_tied_names_have_the_prefix(
+    model_type: str, original: bool, write_checkpoint: Callable[..., Any]
+) -> None:
+    hf, directory = write_checkpoint(model_type, **PREFIXED[model_type])
+    hf.save_pretrained(directory, save_original_format=original)  # of experts: one tensor each, or one for all
+    want = load_model(directory).state_dict()
+    family = get_model_class(model_type)
+    prefixed = type("Prefixed", (family,), {"weight_map": replace(family.weight_map, prefix="thinker.")})
+    model = prefixed(json.loads((directory / "config.json").read_text()))
+    tensors = load_file(directory / "model.safetensors")
+    model.load_weights([DictStateDict({f"thinker.{name}": tensor for name, tensor in tensors.items()})])
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
 def test_prefixed_fp8_weights_are_dequantized(write_checkpoint: Callable[..., Any]) -> None:

@@ -105,6 +105,7 @@ class Qwen2ForCausalLM(CausalLM):
 
     optional_keys = (*QWEN_WINDOW_KEYS, "hidden_act")
     config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
         "use_sliding_window": False,
         "sliding_window": 4096,
         "max_window_layers": 28,

@@ -116,6 +116,7 @@ class Qwen3ForCausalLM(CausalLM):
 
     optional_keys: ClassVar[Collection[str]] = (*QWEN_WINDOW_KEYS, "attention_bias", "hidden_act")
     config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
         "head_dim": 128,
         "use_sliding_window": False,
         "sliding_window": 4096,
@@ -140,7 +141,7 @@ class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
 
     text_model_types = ("qwen3_vl_text",)
     optional_keys = ("attention_bias", "hidden_act")
-    config_defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "rope_theta": 5e5}
+    config_defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5}
 
     @classmethod
     def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:

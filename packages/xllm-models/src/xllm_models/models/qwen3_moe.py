@@ -124,7 +124,7 @@ class Qwen3MoeForCausalLM(CausalLM):
 
     optional_keys = ("use_sliding_window", "sliding_window", "attention_bias", "hidden_act", *EXPERT_KEYS)
     config_defaults: ClassVar[Mapping[str, Any]] = {
-        "head_dim": 128,
+        "num_key_value_heads": 4,
         "use_sliding_window": False,
         "sliding_window": 4096,
         "num_experts": 128,
