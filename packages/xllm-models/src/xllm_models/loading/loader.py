@@ -77,20 +77,13 @@ def load_weights(
         for copy in _copies(module, weight_map, where)
     ]
     counts = Counter(name for state_dict in state_dicts for name in list(state_dict.keys()))
-    unexpected = _unexpected(copies, aliases, weight_map, where)
-    unknown, with_effect = (
-        (unexpected, []) if config is None else faults_of_unexpected(unexpected, where, module, config)
-    )
-    _check(
-        copies,
-        aliases,
-        where,
-        {
-            "unexpected": unknown,
-            "would have an effect": with_effect,
-            "in more than one file": [name for name, count in counts.items() if count > 1],
-        },
-    )
+    unexpected = [name for name in _unexpected(copies, aliases, where) if not weight_map.ignores(name)]
+    with_effect: list[str] = []
+    if config is not None:
+        unexpected, with_effect = faults_of_unexpected(unexpected, where, module, config)
+    twice = [name for name, count in counts.items() if count > 1]
+    others = {"unexpected": unexpected, "would have an effect": with_effect, "in more than one file": twice}
+    _check(copies, aliases, where, others)
     for alias, name in aliases.items():
         _check_tied(alias, name, copies, where)
     _clear_padding(copies)
@@ -167,13 +160,11 @@ def _loaded_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _unexpected(
-    copies: Sequence[_Copy], aliases: Mapping[str, str], weight_map: WeightMap, where: Mapping[str, StateDict]
-) -> list[str]:
-    """The checkpoint tensors that no parameter is loaded from and the weight map does not ignore."""
+def _unexpected(copies: Sequence[_Copy], aliases: Mapping[str, str], where: Mapping[str, StateDict]) -> list[str]:
+    """The checkpoint tensors that no parameter is loaded from."""
     expected = {copy.source for copy in copies}
     expected |= {alias for alias, name in aliases.items() if name in expected}
-    return [name for name in where if name not in expected and not weight_map.ignores(name)]
+    return [name for name in where if name not in expected]
 
 
 def _check(
