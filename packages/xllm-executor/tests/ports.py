@@ -59,3 +59,35 @@ class ScalesByRanks(Sound):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return super().forward(input_ids, positions) * self.tp.size
+
+
+class RaisesForThreeTokens(Sound):
+    """Has a bug that one batch size meets, for which no graph is captured."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(input_ids, positions)
+        if hidden.shape[0] == 3:
+            hidden = hidden[:, hidden.shape[1]]
+        return hidden
+
+
+class RaisesWhenBuilt(Sound):
+    def build(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().build(config, tp)
+        self.missing_attribute.weight = None
+
+
+class RaisesOnRank1(Sound):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, positions[self.tp.rank :] if self.tp.rank else positions)
+
+
+class CountsCallsOnRank1(Sound):
+    """Right eagerly with these weights; replays of rank 1 do not see the count."""
+
+    num_calls = 0
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        hidden = super().forward(input_ids, positions)
+        return hidden * (1 + 1e-5 * self.num_calls) if self.tp.rank == 1 else hidden

@@ -54,11 +54,18 @@ class RankPool:
             log.close()
 
     def run(
-        self, directory: Path, size: int, *, loader: str = "xllm_models:load_model", **options: Any
-    ) -> list[list[Any]]:
-        """(sequence, first position, logits [n, vocab]) of every entry of every step, one list for each rank.
+        self,
+        directory: Path,
+        size: int,
+        *,
+        loader: str = "xllm_models:load_model",
+        call: str = "rank_pool:all_steps",
+        **options: Any,
+    ) -> list[Any]:
+        """What `call`, MODULE:FUNCTION, returns for the model of each rank; `options` go to `loader`, another one.
 
-        `options` go to `loader`, MODULE:FUNCTION. A rank that fails is an AssertionError with its traceback.
+        By default that is (sequence, first position, logits [n, vocab]) of every entry of every step. A rank that fails
+        is an AssertionError with its traceback.
         """
         import torch
 
@@ -66,7 +73,7 @@ class RankPool:
         outputs = [self._directory / f"job{self._num_jobs}-rank{rank}.pt" for rank in range(size)]
         for process, output in zip(self._ranks[:size], outputs, strict=True):
             job = {"directory": str(directory), "size": size, "output": str(output), "options": options}
-            job["loader"] = loader
+            job |= {"loader": loader, "call": call}
             assert process.stdin is not None
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
@@ -104,20 +111,33 @@ def serve(rank: int, rendezvous: str) -> None:
     distributed.destroy_process_group()
 
 
-def _run_job(rank: int, groups: Any, directory: str, size: int, output: str, options: Any, loader: str) -> None:
-    import torch
+def _named(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
+
+
+def all_steps(model: Any) -> list[Any]:
+    """The logits of every step of the paged session."""
     from paged_session import PagedSession, run_steps
+
+    results = list(run_steps(model))
+    # A step without tokens runs the collectives too.
+    (empty,) = PagedSession(model, num_sequences=1).step([(0, [])])
+    assert empty.shape == (0, model.config.vocab_size)
+    return results
+
+
+def _run_job(
+    rank: int, groups: Any, directory: str, size: int, output: str, options: Any, loader: str, call: str
+) -> None:
+    import torch
 
     from xllm_models.ops import register_group, unregister_group
 
-    module, _, function = loader.partition(":")
-    model = getattr(import_module(module), function)(directory, tp_rank=rank, tp_size=size, **options)
+    model = _named(loader)(directory, tp_rank=rank, tp_size=size, **options)
     register_group("tp", groups[size])
     try:
-        results = list(run_steps(model))
-        # A step without tokens runs the collectives too.
-        (empty,) = PagedSession(model, num_sequences=1).step([(0, [])])
-        assert empty.shape == (0, model.config.vocab_size)
+        results = _named(call)(model)
     finally:
         unregister_group("tp")
     torch.save(results, output)

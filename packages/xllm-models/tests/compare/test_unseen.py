@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from xllm_models import CausalLM, load_model, registry
@@ -158,3 +161,76 @@ def test_the_command_uses_what_the_port_declares(
     lines = capsys.readouterr().out.splitlines()
     assert "declared by the port: self_attn.o_proj is not compared" in lines
     assert "declared by the port: model.norm is compared with the reference's model" in lines
+
+
+def test_experts_that_no_token_chose_are_noted(
+    write_checkpoint: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = {"num_experts": 16, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    _, directory = write_checkpoint("qwen3_moe", head_dim=8, **experts)
+    assert main(["compare", str(directory), "--prompt-ids", "1,2,3"]) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "experts" in line and line.startswith("note")]
+    assert re.fullmatch(
+        r"note: no token chose (2[6-9]|30) of 32 experts \(model\.layers\.0\.mlp: (\d+, ){3}\d+ and \d+ more; "
+        r"model\.layers\.1\.mlp: (\d+, ){3}\d+ and \d+ more\): a longer prompt compares them",
+        note,
+    )
+
+
+def test_keys_that_nobody_reads_are_noted(
+    write_checkpoint: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, directory = write_checkpoint("llama")
+    assert main(["compare", str(directory)]) == 0
+    assert "nobody has read" not in capsys.readouterr().out
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"logit_multiplier": 8.0, "empty": None}))
+    assert main(["compare", str(directory)]) == 0
+    assert "note: keys of config.json that nobody has read: logit_multiplier=8.0" in capsys.readouterr().out
+
+
+class OwnKeys(Qwen3ForCausalLM):
+    own_config: ClassVar[Mapping[str, Any]] = {"in_build": 1.0, "in_logits": 1.0, "forgotten": 1.0}
+
+    def build(self, config: Any, tp: Any) -> None:
+        super().build(config, tp)
+        assert config.own["in_build"] == 2.0
+
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
+        assert self.config.own["in_logits"] == 3.0
+        return super().compute_logits(hidden, indices)
+
+
+def test_an_own_key_that_is_parsed_and_not_used_is_noted(
+    write_checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, directory = write_checkpoint("qwen3", head_dim=8)
+    path = directory / "config.json"
+    own = {"in_build": 2.0, "in_logits": 3.0, "forgotten": 4.0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    monkeypatch.setattr(registry, "_registered", {"Qwen3ForCausalLM": OwnKeys})
+    assert main(["compare", str(directory)]) == 0
+    assert "note: keys of config.json that nobody has read: forgotten=4.0\n" in capsys.readouterr().out
+
+
+def test_state_that_is_always_zero_is_noted(
+    write_checkpoint: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, directory = write_checkpoint("llama", attention_bias=True)
+    weights = load_file(directory / "model.safetensors")
+    for name, weight in weights.items():
+        if "layers.1.self_attn.v_proj" in name or name.endswith("o_proj.bias"):
+            weight.zero_()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    assert main(["compare", str(directory)]) == 0
+    out = capsys.readouterr().out
+    assert "note: always zero during the run: the v cache of layer 1: a port that ignores them may pass" in out
+    assert "note: model.layers.0.self_attn.o_proj.bias and 1 more have the same value everywhere" in out
+
+
+def test_hf_modules_that_were_not_compared_by_themselves_are_listed(
+    sound: tuple[Path, Trace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(sound[0])]) == 0
+    line = "compared only within the modules around them: model.layers.*.self_attn.q_norm, "
+    assert line + "model.layers.*.self_attn.k_norm\n" in capsys.readouterr().out

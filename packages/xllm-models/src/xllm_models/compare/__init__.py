@@ -8,6 +8,7 @@ from __future__ import annotations
 from .dump import read_dump, write_dump
 from .hf import trace_hf
 from .ours import trace_ours
+from .ranks import RankDifference, first_difference, trace_rank
 from .report import TOLERANCES, EntryError, Position, Report, compare_traces
 from .trace import LOGITS, Trace
 
@@ -16,11 +17,14 @@ __all__ = [
     "TOLERANCES",
     "EntryError",
     "Position",
+    "RankDifference",
     "Report",
     "Trace",
     "compare_traces",
+    "first_difference",
     "read_dump",
     "trace_hf",
     "trace_ours",
+    "trace_rank",
     "write_dump",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import parse_dtype
+from ..config import parse_dtype, read_config
 from ..loading.model import load_model, register_port
 from ..registry import read_model_config
 from .blind_spots import blind_spots
@@ -19,6 +19,7 @@ from .plot import write_plot
 from .report import TOLERANCES, compare_traces
 from .text import format_report
 from .trace import Trace
+from .unread import ReadKeys
 
 DEFAULT_PROMPT = "The capital of France is the city that most people in the world would name first."
 NUM_RANDOM_TOKENS = 24  # for a checkpoint without a tokenizer
@@ -50,7 +51,9 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
     token_ids = _token_ids(arguments) if reference is None else reference.token_ids
     # longrope chooses its factors by the served length. HF takes the prompt's.
     model = load_model(directory, device=arguments.device, dtype=dtype, max_model_len=len(token_ids))
-    ours = trace_ours(model, token_ids)
+    keys = ReadKeys(model, read_config(directory))
+    with keys.watching():
+        ours = trace_ours(model, token_ids)
     if reference is None:
         reference = trace_hf(
             directory,
@@ -62,7 +65,7 @@ def run(arguments: argparse.Namespace, write: Callable[[str], object]) -> int:
         )
     tolerance = TOLERANCES[dtype] if arguments.tolerance is None else arguments.tolerance
     report = compare_traces(ours, reference, model.weight_map, tolerance=tolerance, names=model.compare_names)
-    for spot in blind_spots(model, len(token_ids)):
+    for spot in blind_spots(model, len(token_ids), trace=ours, unread=keys.unread()):
         write(f"note: {spot}")
     write(format_report(report))
     if arguments.dump is not None:

@@ -5,7 +5,8 @@ That is a prefill, then the last tokens one by one, over a paged KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +23,17 @@ from .trace import LOGITS, Trace, describe, observed
 PAGE_SIZE = 16
 
 
-def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2) -> Trace:
-    """Run all of `token_ids`, the last `num_decode` of them one per step, and record every module and the logits."""
+# (module's name, module, arguments, output) -> (suffix of the entry's name, tensor [T, ...])
+Record = Callable[[str, nn.Module, tuple[Any, ...], Any], Iterable[tuple[str, torch.Tensor]]]
+
+
+def trace_ours(
+    model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2, record: Record | None = None
+) -> Trace:
+    """Run all of `token_ids`, the last `num_decode` of them one per step, and record every module and the logits.
+
+    `record` chooses the tensors of a module's call; None: those that HF's module of the name would return.
+    """
     weighted = (
         name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
     )
@@ -33,6 +43,10 @@ def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2
 
     def observe(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         recorder.finish_call(name)
+        if record is not None:
+            for suffix, value in record(name, module, args, output):
+                trace.add(name + suffix, value)
+            return
         if module is model:  # its result is that of `model.model`
             return
         tensors = dict(_tensors(name, module, args, output, model.weight_map.fused))
@@ -42,7 +56,7 @@ def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2
             trace.add(name + suffix, value)
 
     num_tokens = len(token_ids)
-    backend = _backend(model, num_tokens)
+    backend, caches = _backend(model, num_tokens)
     ids = torch.tensor(token_ids, device=model.device, dtype=torch.int32)
     positions = torch.arange(num_tokens, device=model.device, dtype=torch.int32)
     prefill = max(num_tokens - num_decode, 1)
@@ -56,10 +70,10 @@ def trace_ours(model: CausalLM, token_ids: Sequence[int], *, num_decode: int = 2
                 logits = model.compute_logits(model(ids[start:end], positions[start:end]))
             trace.add(LOGITS, logits)
             start = end
-    return trace
+    return replace(trace, always_zero=tuple(_zero_caches(caches)))
 
 
-def _backend(model: CausalLM, num_tokens: int) -> AttentionBackend:
+def _backend(model: CausalLM, num_tokens: int) -> tuple[AttentionBackend, list[LayerCache]]:
     """The reference backend (PyTorch), bound to a cache of one sequence."""
     limits = BackendLimits(
         device=model.device, dtype=model.dtype, max_num_seqs=1, max_num_tokens=num_tokens, max_model_len=num_tokens
@@ -68,8 +82,14 @@ def _backend(model: CausalLM, num_tokens: int) -> AttentionBackend:
     num_pages = -(-num_tokens // PAGE_SIZE)
     shapes = [(2, num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
     pages = [torch.zeros(shape, device=model.device, dtype=model.dtype) for shape in shapes]
-    backend.bind_kv_caches([LayerCache.from_tensors(tuple(pair)) for pair in pages])
-    return backend
+    caches = [LayerCache.from_tensors(tuple(pair)) for pair in pages]
+    backend.bind_kv_caches(caches)
+    return backend, caches
+
+
+def _zero_caches(caches: Sequence[LayerCache]) -> Iterator[str]:
+    for layer, cache in enumerate(caches):
+        yield from (f"the {slot} cache of layer {layer}" for slot, tensor in cache.items() if not bool(tensor.any()))
 
 
 def _tensors(

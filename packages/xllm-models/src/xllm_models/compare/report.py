@@ -106,12 +106,12 @@ def compare_traces(
         shapes = [list(trace.entries[LOGITS].shape) for trace in (ours, theirs)]
         raise ValueError(f"{LOGITS} are {shapes[0]}, but the reference has {shapes[1]}")
     matching = Matching(theirs, weight_map, names or {})
-    flips = [*theirs.flips, *_later_flips(ours, theirs, tolerance)]
-    left_out = _left_out(flips[len(theirs.flips) :])
+    flips = [*theirs.flips, *later_flips(ours, theirs, tolerance)]
+    first_left_out = left_out(flips[len(theirs.flips) :])
     errors, only_ours, not_comparable = [], [], {}
     num_rows = len(ours.token_ids)
     for name in dict.fromkeys((*ours.entries, *ours.unusable)):
-        num_rows = min([num_rows, *(row for router, row in left_out.items() if _is_after(name, router, ours))])
+        num_rows = min([num_rows, *(row for router, row in first_left_out.items() if is_after(name, router, ours))])
         found = matching.find(name)
         if found is None:
             if not matching.excludes(name):
@@ -136,12 +136,12 @@ def compare_traces(
         not_comparable=not_comparable,
         declared=tuple(matching.sentences()),
         flips=tuple(flips),
-        left_out=left_out,
+        left_out=first_left_out,
         tolerance=tolerance,
     )
 
 
-def _later_flips(ours: Trace, theirs: Trace, tolerance: float) -> Iterator[Flip]:
+def later_flips(ours: Trace, theirs: Trace, tolerance: float) -> Iterator[Flip]:
     """The flips against the experts that the reference used. Without its router, the tolerance bounds the rounding."""
     num_rows = len(ours.token_ids)
     for router, name in match(ours.choices, theirs.choices).items():
@@ -158,14 +158,15 @@ def _later_flips(ours: Trace, theirs: Trace, tolerance: float) -> Iterator[Flip]
         yield from judged(router, rows, ours.choices[name].experts, reference.experts, scores, rounding)
 
 
-def _left_out(flips: Sequence[Flip]) -> dict[str, int]:
+def left_out(flips: Sequence[Flip]) -> dict[str, int]:
+    """router -> the first token that cannot be compared from it on."""
     first: dict[str, int] = {}
     for flip in flips:
         first[flip.router] = min(first.get(flip.router, flip.token), flip.token)
     return first
 
 
-def _is_after(name: str, router: str, ours: Trace) -> bool:
+def is_after(name: str, router: str, ours: Trace) -> bool:
     """Whether the entry `name` of ours is computed from the choice of `router`."""
     order = list(dict.fromkeys((*ours.entries, *ours.unusable)))
     inside = [index for index, one in enumerate(order) if router == one or router.startswith(f"{one}.")]
