@@ -89,7 +89,7 @@ def test_a_sound_port_passes(port: str, checkpoint: Path, capsys: pytest.Capture
         (
             "RaisesOnRank1",
             ["--tp", "2"],
-            r"FAIL  2 ranks, a prompt runs eagerly: rank 1: \w+: .* \(ports\.py:\d+ in forward: ",
+            r"FAIL  2 ranks, a prompt runs eagerly: rank 1: RuntimeError: .* \(llama\.py:\d+ in forward: q, k = ",
         ),
         ("CountsCallsOnRank1", ["--tp", "2"], r"FAIL  2 ranks, recorded: every_live_size: rank (0, )?1: "),
     ],

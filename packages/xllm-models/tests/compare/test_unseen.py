@@ -171,8 +171,8 @@ def test_experts_that_no_token_chose_are_noted(
     assert main(["compare", str(directory), "--prompt-ids", "1,2,3"]) == 0
     (note,) = [line for line in capsys.readouterr().out.splitlines() if "experts" in line and line.startswith("note")]
     assert re.fullmatch(
-        r"note: no token chose (2[6-9]|30) of 32 experts \(model\.layers\.0\.mlp: (\d+, ){3}\d+ and \d+ more; "
-        r"model\.layers\.1\.mlp: (\d+, ){3}\d+ and \d+ more\): a longer prompt compares them",
+        r"note: no token chose (2[6-9]|30) of 32 experts \(model\.layers\.0\.mlp\.gate: (\d+, ){3}\d+ and \d+ more; "
+        r"model\.layers\.1\.mlp\.gate: (\d+, ){3}\d+ and \d+ more\): a longer prompt compares them",
         note,
     )
 

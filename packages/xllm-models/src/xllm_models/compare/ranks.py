@@ -18,13 +18,13 @@ from xllm_attention import Attention
 
 from ..causal_lm import CausalLM
 from ..layers import (
+    Experts,
     LinearBase,
     QKVParallelLinear,
     ResidualLayerNorm,
     ResidualRMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
-    SparseMoE,
     VocabParallelEmbedding,
 )
 from ..layers.vocab_parallel_embedding import ParallelLMHead
@@ -88,7 +88,7 @@ def first_difference(model: CausalLM, one: Trace, ranks: Sequence[Trace], *, tol
         module = _module(model, name)
         error, rank, is_sum = _compared(module, name, want[:num_rows], [rows[:num_rows] for rows in got], tolerance)
         if error <= tolerance:
-            if is_sum and not isinstance(module, (RowParallelLinear, SparseMoE)):
+            if is_sum and not isinstance(module, (RowParallelLinear, Experts)):
                 unsummed = unsummed or name
             elif isinstance(module, (ResidualRMSNorm, ResidualLayerNorm)):
                 unsummed = None
@@ -116,7 +116,7 @@ def _compared(
         equal = [_error(rows, want) for rows in got]
         worst = max(range(num_ranks), key=lambda rank: equal[rank])
         total = _error(torch.stack(list(got)).sum(0), want)
-        if isinstance(module, (RowParallelLinear, SparseMoE)):
+        if isinstance(module, (RowParallelLinear, Experts)):
             if not module.reduce_results:
                 return total, None, True
             return equal[worst], worst, False

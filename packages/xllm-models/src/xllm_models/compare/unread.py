@@ -12,7 +12,7 @@ from ..config import ConfigKeys
 
 # Keys of transformers' configurations without an effect on inference, and of generation.
 _NO_EFFECT = frozenset(
-    [
+    (
         "architectures",
         "model_type",
         "text_model_type",
@@ -53,7 +53,7 @@ _NO_EFFECT = frozenset(
         "auto_map",
         "_attn_implementation",
         "_attn_implementation_autoset",
-    ]
+    )
 )
 
 
