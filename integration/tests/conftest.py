@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 # One OpenMP thread: libgomp's spinning threads are very slow on a busy machine.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-TENSOR_MODES = ("batch", "sample", "in_flight")
+TENSOR_MODES = ("batch", "sample", "in_flight", "token_ids")
 
 Json = Any
 Ask = Callable[[str, Json], Json]

@@ -159,3 +159,17 @@ def test_inputs_of_steps_are_kept_until_the_device_has_completed_them(
 ) -> None:
     """steps: (whether the step succeeds, number of successful steps that the device has completed before it)."""
     assert ask("in_flight", {"device": device, "steps": steps}) == kept
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "row", "token_id"),
+    [([97], 0, 97), ([0, -1, 97], 1, -1), ([5, 2**31 - 1], 1, 2**31 - 1), ([-(2**31)], 0, -(2**31))],
+)
+def test_token_ids_outside_the_vocabulary(ask: Ask, token_ids: list[int], row: int, token_id: int) -> None:
+    message = f"tokens[{row}] is {token_id}; the vocabulary has 97 ids, 0 to 96"
+    assert ask("token_ids", {"token_ids": token_ids, "vocab_size": 97}) == {"error": message}
+
+
+@pytest.mark.parametrize("token_ids", [[], [0], [96, 0]])
+def test_token_ids_in_the_vocabulary(ask: Ask, token_ids: list[int]) -> None:
+    assert ask("token_ids", {"token_ids": token_ids, "vocab_size": 97}) is None

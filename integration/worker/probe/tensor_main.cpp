@@ -1,9 +1,10 @@
-// Test program: drives the batch builder, the sampler and StepsInFlight without a model.
-//   xllm_tensor_probe batch|sample|in_flight   one JSON value in, one out, line by line
+// Test program: drives the batch builder, the sampler, StepsInFlight and the check of token ids without a model.
+//   xllm_tensor_probe batch|sample|in_flight|token_ids   one JSON value in, one out, line by line
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "batch_builder.h"
 #include "sampler.h"
 #include "steps_in_flight.h"
+#include "token_ids.h"
 
 namespace xllm::worker::probe {
 
@@ -118,10 +120,20 @@ json probe_in_flight(const json& input) {
   return answer;
 }
 
+// {"token_ids", "vocab_size"} -> null, or an error
+json probe_token_ids(const json& input) {
+  const std::vector<int32_t> ids = input.at("token_ids");
+  const at::Tensor tokens = at::empty({std::ssize(ids)}, at::kInt);
+  std::copy(ids.begin(), ids.end(), tokens.mutable_data_ptr<int32_t>());
+  check_token_ids(tokens, input.at("vocab_size"));
+  return nullptr;
+}
+
 int run(const std::string& mode) {
   if (mode == "batch") return answer_lines(probe_batch);
   if (mode == "sample") return answer_lines(probe_sample);
   if (mode == "in_flight") return answer_lines(probe_in_flight);
+  if (mode == "token_ids") return answer_lines(probe_token_ids);
   std::cerr << "error: unknown mode '" << mode << "'\n";
   return 2;
 }

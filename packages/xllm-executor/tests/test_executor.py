@@ -211,6 +211,43 @@ def test_validation_covers_all_inputs_of_a_step(
         make_executor(model, make_caches, validate=True).execute(tokens, positions, metadata, indices)
 
 
+OUTSIDE = [(0, -1), (3, 97), (1, 98), (2, 2**31 - 1), (3, -(2**31))]
+
+
+@pytest.mark.parametrize("backend", ["off", "recorded"])
+@pytest.mark.parametrize(("row", "token_id"), OUTSIDE)
+def test_a_token_id_outside_the_vocabulary(
+    small_model: CausalLM, make_caches: Caches, row: int, token_id: int, backend: str
+) -> None:
+    executor = make_executor(small_model, make_caches, python_graph_backend=backend, max_tokens_per_batch=8)
+    executor.warmup()
+    tokens = TOKENS.clone()
+    tokens[row] = token_id
+    with pytest.raises(ValueError, match=rf"^tokens\[{row}\] is {token_id}; the vocabulary has 97 ids, 0 to 96$"):
+        executor.execute(tokens, POSITIONS, STEP, torch.tensor([2, 3]))
+    assert executor.stats()["plans"] == [0]
+    tokens[row] = 96
+    assert not torch.isnan(executor.execute(tokens, POSITIONS, STEP, torch.tensor([2, 3]))).any()
+
+
+def test_the_first_of_several_wrong_ids_is_named(small_model: CausalLM, make_caches: Caches) -> None:
+    tokens = torch.tensor([5, 97, -1, 99], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"tokens\[1\] is 97; the vocabulary has 97 ids"):
+        make_executor(small_model, make_caches).execute(tokens, POSITIONS, STEP)
+
+
+def test_ids_on_another_device_are_checked_with_validate_only(
+    small_model: CausalLM, make_caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading such a tensor waits for the device. Without the check, torch's embedding refuses the id here."""
+    monkeypatch.setattr("xllm_executor.executor.reading_waits", lambda device: True)
+    tokens = torch.tensor([5, 97, 7, 8], dtype=torch.int32)
+    with pytest.raises(IndexError):
+        make_executor(small_model, make_caches).execute(tokens, POSITIONS, STEP)
+    with pytest.raises(ValueError, match=r"tokens\[1\] is 97; the vocabulary has 97 ids"):
+        make_executor(small_model, make_caches, validate=True).execute(tokens, POSITIONS, STEP)
+
+
 def test_a_context_longer_than_the_model_is_refused(small_model: CausalLM) -> None:
     with pytest.raises(ValueError, match="max_model_len 129 exceeds the model's 128 positions"):
         ModelExecutor(small_model, {"max_model_len": 129}, 8)

@@ -4,6 +4,7 @@
 #include <ATen/ops/embedding.h>
 
 #include <algorithm>
+#include <limits>
 #include <set>
 #include <stdexcept>
 #include <tuple>
@@ -86,15 +87,18 @@ CausalLM::Layer CausalLM::make_layer(const NativeState& state, size_t layer_id) 
 }
 
 at::Tensor CausalLM::embed(const at::Tensor& tokens) {
-  if (collectives_.size() == 1) return at::embedding(embedding_, tokens);
+  if (collectives_.size() == 1 && tokens.is_cpu()) return at::embedding(embedding_, tokens);
   // The vocabulary is padded to a multiple of the ranks and sharded. A token of another rank's shard contributes zero.
+  // A token outside the vocabulary contributes NaN, so that its logits are NaN.
   const int64_t shard_size = embedding_.size(0);
   const int64_t start = std::min(collectives_.rank() * shard_size, vocab_size_);
   const int64_t count = std::min(shard_size, vocab_size_ - start);
   const at::Tensor local = tokens - start;
-  const at::Tensor on_other_rank = (local < 0).logical_or(local >= count);
-  const at::Tensor rows = at::embedding(embedding_, local.masked_fill(on_other_rank, 0));
-  at::Tensor sum = rows.masked_fill(on_other_rank.unsqueeze(-1), 0);
+  const at::Tensor outside = (tokens < 0).logical_or(tokens >= vocab_size_);
+  const at::Tensor absent = (local < 0).logical_or(local >= count).logical_or(outside);
+  const at::Tensor rows = at::embedding(embedding_, local.masked_fill(absent, 0));
+  at::Tensor sum = rows.masked_fill(absent.unsqueeze(-1), 0);
+  sum.masked_fill_(outside.unsqueeze(-1), std::numeric_limits<double>::quiet_NaN());
   collectives_.all_reduce(sum);
   return sum;
 }

@@ -41,6 +41,7 @@ class CausalLM {
   const std::vector<AttentionLayer>& groups() const { return groups_; }
 
   at::ScalarType dtype() const { return dtype_; }
+  int64_t vocab_size() const { return vocab_size_; }
   Collectives& collectives() { return collectives_; }
 
  private:

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "token_ids.h"
+
 namespace xllm::worker::native {
 
 namespace {
@@ -64,6 +66,7 @@ Runner::Runner(CausalLM model, std::vector<KvCache> caches, const RunnerLimits& 
 at::Tensor Runner::execute(const Batch& batch) {
   const c10::NoGradGuard no_grad;
   const int64_t num_tokens = batch.tokens.numel();
+  if (batch.tokens.is_cpu()) check_token_ids(batch.tokens, model_.vocab_size());
   if (is_decode(batch)) {
     if (const auto bucket = bucket_for(sequence_buckets_, num_tokens)) return run_decode_bucket(batch, *bucket);
   }

@@ -28,6 +28,7 @@ from xllm_models.ops import group_stats
 
 from .config import ExecutorConfig
 from .runners import Sizes, make_runners
+from .token_ids import check_token_ids, reading_waits
 
 
 class ModelExecutor:
@@ -85,6 +86,8 @@ class ModelExecutor:
         self._runners: RunnerSet | None = None  # made when the caches are bound
         self._last_stats: dict[str, object] | None = None  # taken at shutdown
         self._validate = config.validate or os.environ.get("XLLM_VALIDATE") == "1"
+        self._vocab_size = model.config.vocab_size
+        self._checks_token_ids = self._validate or not reading_waits(model.device)
         self._num_pages: int | None = None
         self._warmup_plans = self._backend.plan_counts
 
@@ -143,7 +146,8 @@ class ModelExecutor:
         is ordered on the same stream.
 
         Args:
-            tokens: [T] int32, on the model's device.
+            tokens: [T] int32, on the model's device. Each id must be in the vocabulary. This is checked on the CPU, and
+                on other devices with `validate`. Without the check, the logits that depend on such an id are NaN.
             positions: [T] int32, on the model's device.
             metadata: of the step; a view that C++ passes is readable only during this call.
             logits_indices: [n] int32 or int64, the rows to compute logits of; None returns hidden states.
@@ -154,8 +158,8 @@ class ModelExecutor:
 
         Raises:
             RuntimeError: no cache is bound, the executor was shut down, or `eager_is_error` forbids the step.
-            ValueError: a wrong shape or dtype, an absent field, metadata for another number of tokens, or a step beyond
-                the limits. The executor stays usable.
+            ValueError: a wrong shape or dtype, a token id outside the vocabulary, an absent field, metadata for another
+                number of tokens, or a step beyond the limits. The executor stays usable.
         """
         self._live()
         if self._runners is None or self._num_pages is None:
@@ -175,6 +179,8 @@ class ModelExecutor:
                     logits_indices=logits_indices,
                 )
             self._check_limits(tokens, metadata)
+            if self._checks_token_ids:
+                check_token_ids(tokens, self._vocab_size)
             return self._runners.execute(tokens, positions, metadata, logits_indices)
         except (AttributeError, TypeError):
             check_present(metadata)  # names an absent field; a check before every step would cost host time

@@ -44,7 +44,7 @@ def cases() -> Iterator[Case]:
         yield activation._launch._kernel, [B, B, B, "i32", "i32"], constants, {"num_warps": 4}
     for ids in (I, "*i64"):
         constants = [1024, 1, 1024, 1024]
-        yield embedding._launch._kernel, [ids, B, B, "i32", "i32"], constants, {"num_warps": 4}
+        yield embedding._launch._kernel, [ids, B, B, "i32", "i32", "i32"], constants, {"num_warps": 4}
     rotary_types = [B, B, B, B, I, F, B, B, "fp32"]
     for norm_kind, half, pairs, rest in (
         ("none", 64, (1, 64), 0),

@@ -36,7 +36,9 @@ def calls(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, 
             heads[:, :4], heads[:, 4:6], weight[:16], weight[16:32], positions, table, 1e-6
         ),
         "linear": lambda: ops.linear(x, matrix, bias),
-        "embedding_shard": lambda: ops.embedding_shard(positions, x, num_tokens // 2, num_tokens - num_tokens // 2),
+        "embedding_shard": lambda: ops.embedding_shard(
+            positions, x, num_tokens // 2, num_tokens - num_tokens // 2, num_tokens
+        ),
         "topk_softmax": lambda: ops.topk_softmax(router, 2, True)[0],
         "fused_experts": lambda: ops.fused_experts(x, *ops.topk_softmax(router, 2, True), gate_up, down),
     }

@@ -163,7 +163,7 @@ def test_embedding_shards_are_each_rank_s_rows_and_zeros(
         shard, num_rows = TensorParallel(rank=rank, size=size).shard_padded(vocab_size)
         weight = torch.full((num_rows, 9), torch.nan, dtype=dtype)  # padding: no row of an id may show it
         weight[: shard.size] = whole[shard.start : shard.start + shard.size]
-        shards.append(ops.embedding_shard(ids, weight, shard.start, shard.size))
+        shards.append(ops.embedding_shard(ids, weight, shard.start, shard.size, vocab_size))
     owners = (ids // held).tolist()
     want = torch.nn.functional.embedding(ids, whole)
     for rank, got in enumerate(shards):
@@ -174,11 +174,28 @@ def test_embedding_shards_are_each_rank_s_rows_and_zeros(
 
 
 def test_an_embedding_shard_of_no_id_is_zero_and_bad_counts_are_named() -> None:
-    outside = torch.tensor([-1, 3, 9, 2**31 - 1], dtype=torch.int32)
-    assert torch.equal(ops.embedding_shard(outside, random(6, 4), 4, 5), torch.zeros(4, 4))
+    elsewhere = torch.tensor([0, 3, 9, 19], dtype=torch.int32)
+    assert torch.equal(ops.embedding_shard(elsewhere, random(6, 4), 4, 5, 20), torch.zeros(4, 4))
     for count in (7, -1):
         with pytest.raises(ValueError, match=f"count {count} is not within the weight's 6 rows"):
-            ops.embedding_shard(outside, random(6, 4), 4, count)
+            ops.embedding_shard(elsewhere, random(6, 4), 4, count, 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_an_id_outside_the_vocabulary_is_nan_on_every_rank(
+    size: int, id_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """97 ids: on 2 and 4 ranks the last shard has padding rows, which belong to no id."""
+    limits = torch.iinfo(id_dtype)
+    ids = torch.tensor([-1, 96, 97, 98, 99, 100, 0, limits.max, limits.min], dtype=id_dtype)
+    outside = (ids < 0) | (ids >= 97)
+    for rank in range(size):
+        shard, num_rows = TensorParallel(rank=rank, size=size).shard_padded(97)
+        got = ops.embedding_shard(ids, random(num_rows, 9, dtype=dtype), shard.start, shard.size, 97)
+        assert torch.isnan(got[outside]).all()
+        assert not torch.isnan(got[~outside]).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -230,7 +247,7 @@ def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None
         ("linear", (x, random(6, 32, dtype=dtype))),
         ("linear", (x, random(6, 32, dtype=dtype), random(6, dtype=dtype))),
     ]
-    cases += [("embedding_shard", (ids, random(6, 32, dtype=dtype), 2, 5)) for ids in (positions, positions.long())]
+    cases += [("embedding_shard", (ids, random(6, 32, dtype=dtype), 2, 5, 8)) for ids in (positions, positions.long())]
     gate_up, down = random(3, 16, 32, dtype=dtype), random(3, 32, 8, dtype=dtype)
     router_logits = random(rows, 3, dtype=dtype)
     cases.append(("topk_softmax", (router_logits, 2, True)))

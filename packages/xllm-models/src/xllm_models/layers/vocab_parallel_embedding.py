@@ -36,7 +36,11 @@ class _VocabularyRows(ShardedModule):
 
 
 class VocabParallelEmbedding(_VocabularyRows):
-    """input_ids [T] int32 or int64, each below V -> [T, hidden], times `scale` rounded to the weights' dtype."""
+    """input_ids [T] int32 or int64 -> [T, hidden], times `scale` rounded to the weights' dtype.
+
+    An id outside [0, V) has a row of NaN. A model of one rank on the CPU raises an IndexError instead: there torch's
+    embedding is faster, and checks the ids.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, tp: TensorParallel) -> None:
         super().__init__(vocab_size, hidden_size, tp)
@@ -49,10 +53,11 @@ class VocabParallelEmbedding(_VocabularyRows):
         return rows * _rounded(self.scale, rows.dtype)
 
     def _rows(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
+        if self.tp.size == 1 and input_ids.device.type == "cpu":
             return functional.embedding(input_ids, self.weight)
-        rows = embedding_shard(input_ids, self.weight, self.shard.start, self.shard.size)
-        return all_reduce_(rows, self.tp.group)
+        # On CUDA torch's embedding asserts in the kernel, after which the process cannot use the device any more.
+        rows = embedding_shard(input_ids, self.weight, self.shard.start, self.shard.size, self.vocab_size)
+        return rows if self.tp.size == 1 else all_reduce_(rows, self.tp.group)
 
 
 class ParallelLMHead(_VocabularyRows):

@@ -10,24 +10,35 @@ from xllm_attention.op_library import define_op
 from .triton_kernels import triton_kernel
 
 
-def _embedding_shard_fake(input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int) -> torch.Tensor:
+def _embedding_shard_fake(
+    input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int, vocab_size: int
+) -> torch.Tensor:
     return weight.new_empty((*input_ids.shape, weight.shape[1]))
 
 
 @define_op(fake=_embedding_shard_fake, kernels=triton_kernel("embedding", "embedding_shard"))
-def _embedding_shard(input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    local = input_ids - start
-    elsewhere = (local < 0) | (local >= count)
-    rows = functional.embedding(local.masked_fill(elsewhere, 0), weight)
-    return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
+def _embedding_shard(
+    input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int, vocab_size: int
+) -> torch.Tensor:
+    outside = (input_ids < 0) | (input_ids >= vocab_size)
+    elsewhere = outside | (input_ids < start) | (input_ids >= start + count)
+    rows = functional.embedding((input_ids - start).masked_fill(elsewhere, 0), weight)
+    absent = weight.new_zeros(input_ids.shape).masked_fill(outside, torch.nan)
+    return torch.where(elsewhere.unsqueeze(-1), absent.unsqueeze(-1), rows)
 
 
-def embedding_shard(input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int) -> torch.Tensor:
+def embedding_shard(
+    input_ids: torch.Tensor, weight: torch.Tensor, start: int, count: int, vocab_size: int
+) -> torch.Tensor:
     """Embedding rows of the ids in this rank's shard, and zeros for other ids: the sum over the ranks is the embedding.
 
-    input_ids [T] int32 or int64, any values; weight [rows, N], whose first `count` rows belong to ids `start` and up
-    -> [T, N] of weight's dtype, contiguous. A count beyond weight's rows is a ValueError.
+    An id outside the vocabulary has a row of NaN on every rank. So its logits are NaN, which no sampler takes for an
+    answer. The rows of other ids do not depend on it.
+
+    input_ids [T] int32 or int64, any values; weight [rows, N], whose first `count` rows belong to ids `start` and up;
+    vocab_size: number of ids over all ranks -> [T, N] of weight's dtype, contiguous. A count beyond weight's rows is a
+    ValueError.
     """
     if not 0 <= count <= weight.shape[0]:
         raise ValueError(f"count {count} is not within the weight's {weight.shape[0]} rows")
-    return _embedding_shard(input_ids, weight, start, count)
+    return _embedding_shard(input_ids, weight, start, count, vocab_size)
