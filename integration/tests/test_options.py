@@ -171,6 +171,26 @@ def test_a_file_that_is_not_json(run_probe: RunProbe, tmp_path: Path) -> None:
     assert result.stderr.startswith(f"error: {config}: parse error at line 1, column 18")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"block_size": ' + "[" * 100_000, "it is nested more than 16 levels deep"),
+        ('{"a":' * 100_000, "it is nested more than 16 levels deep"),
+        ('{"block_size": 4}\0', "it has a NUL byte at offset 17"),
+        (json.dumps({"k" * 10_000: 1}), f'unknown option "{"k" * 79}...'),
+        (" " * (1 << 20) + "{}", "the file has more than 1048576 bytes, the limit for options"),
+        (None, "the file has more than 1048576 bytes, the limit for options"),
+    ],
+)
+def test_a_hostile_config_file(run_probe: RunProbe, tmp_path: Path, text: str | None, message: str) -> None:
+    config = Path("/dev/zero")
+    if text is not None:
+        config = tmp_path / "options.json"
+        config.write_text(text)
+    result = run_probe("options", MODEL, f"--config={config}")
+    assert (result.returncode, result.stderr) == (2, f"error: {config}: {message}\n")
+
+
 RANK_CONFIG = ("rank", "ranks", "local_rank", "store_address", "spawns_ranks", "uses_agent_store")
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "far", "MASTER_PORT": "29501"}
 BY_HAND = ["--tp_size=4", "--tp_rank=2", "--tp_port=5000", "--tp_host=near"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 # Seconds from the fault until every process has ended.
 LIMIT = 15.0
@@ -314,6 +317,45 @@ def test_a_rank_that_never_connects(llama: Path, start: Start, port: int) -> Non
     message = f"rank 1, 3 did not connect to 127.0.0.1:{port} within 4 s"
     assert message in ends(leader, begin)[1]
     assert message in ends(other, begin)[1]
+
+
+HELLOS = [
+    b"",
+    b"{",
+    b"[" * 100_000,
+    b'{"rank": ' * 20,
+    b"[1]",
+    b"7",
+    b'{"rank": "1", "size": 2}',
+    b'{"rank": null, "size": []}',
+    b'{"rank": 1}',
+    b'{"rank": 1, "rank": 1, "size": 2}',
+    b'{"rank": 1, "size": 2}\0',
+    b'{"rank": 1, "size": 2}' + b" " * 300,
+    b"\xff",
+]
+
+
+def test_strangers_that_connect_to_the_leader(llama: Path, start: Start, port: int) -> None:
+    """Whatever is no hello of a rank is dropped, and the ranks still find each other."""
+    flags = [f"--tp_port={port}", "--tp_size=2"]
+    leader = start(llama, "--tp_rank=0", *flags)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    host, _, link_port = store.get("xllm_worker/0/link").decode().rpartition(":")
+    frames = [b"\1" + struct.pack("=Q", len(hello)) + hello for hello in HELLOS]
+    frames += [b"\1" + struct.pack("=Q", 2**63), b"\7" + struct.pack("=Q", 2) + b"{}", b"GET / HTTP/1.1\r\n\r\n", b""]
+    for frame in frames:
+        stranger = socket.create_connection((host, int(link_port)), timeout=20)
+        with stranger, contextlib.suppress(OSError):  # the leader may close it first
+            stranger.sendall(frame)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
+    assert leader.poll() is None
+    start(llama, "--tp_rank=1", *flags)
+    assert read(leader)["event"] == "ready"
+    send(leader, REQUEST)
+    while not read(leader).get("finished"):
+        pass
 
 
 def test_a_leader_that_never_starts(llama: Path, start: Start, port: int) -> None:

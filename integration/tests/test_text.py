@@ -173,6 +173,64 @@ def test_errors_of_the_front(model_dir: Path, tmp_path_factory: pytest.TempPathF
         assert result.stdout == ""
 
 
+DEEP = '{"a":' * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer_config.json", DEEP, "tokenizer_config.json is not valid JSON: "),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON: "),
+        ("tokenizer_config.json", "[1]", "tokenizer_config.json holds no JSON object"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json is not UTF-8: "),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8: "),
+        ("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: maximum recursion depth"),
+        ("chat_template.jinja", "{{ " + "(" * 50_000, "fails: maximum recursion depth"),
+        ("chat_template.jinja", "{{ 1 + 'a' }}", "fails: unsupported operand"),
+        ("chat_template.jinja", "{% for i in range(10 ** 9) %}{% endfor %}", "fails: Range too big"),
+        ("chat_template.jinja", "{% if %}", "fails: Expected an expression"),
+        ("tokenizer.json", DEEP, "tokenizer.json is not a tokenizer: "),
+        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer: "),
+        ("tokenizer.json", b"\xff", "tokenizer.json is not a tokenizer: "),
+    ],
+)
+def test_broken_files_of_a_checkpoint(model_dir: Path, name: str, text: str | bytes, message: str) -> None:
+    (model_dir / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    result = run_front("--worker", "w", "--model", model_dir, "--chat", "hi")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+READY = '{"event": "ready", "model_type": "llama", "dtype": "float32", "device": "cpu"}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("DEEP", "the worker wrote a line that is not JSON: '" + "[" * 80 + "...'"),
+        ("{", "the worker wrote a line that is not JSON: '{'"),
+        ("[1]", "the worker wrote a line that is no event: '[1]'"),
+        ('{"id": "0"}', "the worker wrote an unknown event: "),
+        ('{"error": 1}', "the worker wrote an unknown event: "),
+        ('{"error": {"message": "the queue is full"}}', "the queue is full"),
+        ('{"token_ids": 7}', "the worker wrote an unknown event: "),
+        ('{"token_ids": ["x"]}', "the worker wrote an unknown event: "),
+        ('{"token_ids": [1e999]}', "the worker wrote an unknown event: "),
+    ],
+)
+def test_a_worker_that_writes_something_else(model_dir: Path, answer: str, message: str) -> None:
+    worker = model_dir / "worker"
+    shown = '"[" * 100_000' if answer == "DEEP" else repr(answer)
+    worker.write_text(f"#!/usr/bin/env python3\nprint({READY!r}, flush=True)\ninput()\nprint({shown}, flush=True)\n")
+    worker.chmod(0o755)
+    result = run_front("--worker", worker, "--model", model_dir, "hi")
+    assert result.returncode == 1
+    assert f"error: {message}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize("value", ["0", "many"])
 def test_wrong_arguments_of_the_front(model_dir: Path, value: str) -> None:
     result = run_front("--worker", "w", "--model", model_dir, "--max-tokens", value, "hi")

@@ -45,6 +45,23 @@ def test_bad_requests_between_good_ones(llama: Path, serve: Serve, answers: Answ
     assert "token_ids has 160 tokens; the limit is 128, the size of the whole KV cache" in messages["huge"]
 
 
+@pytest.mark.parametrize("flags", [[], ["--model_impl=native"]])
+def test_hostile_lines_while_requests_run(llama: Path, serve: Serve, answers: Answers, flags: list[str]) -> None:
+    good = [request(f"good {i}", [5 + i, 6, 7], 40, ignore_eos=True) for i in range(3)]
+    expected = answers(serve(llama, good, *flags))
+    hostile = [
+        '{"id": ' + "[" * 50_000 + "]" * 50_000 + "}",
+        '{"id": "bad", "max_tokens": 1, "token_ids": ' + "[" * 800 + "]" * 800 + "}",
+        '{"command": ' + '{"a":' * 800,
+        '{"id": "bad", "token_ids": [1], "max_tokens": 1}\0',
+        "[" * 3_000_000,
+        json.dumps(request("x" * 5000, [1], 1)),
+    ]
+    events = serve(llama, [*good[:2], *hostile, good[2]], *flags)
+    assert answers(events) == expected
+    assert [event["line"] for event in events if "error" in event] == [3, 4, 5, 6, 7, 8]
+
+
 PLUGIN = """
 from xllm_models.models.llama import LlamaForCausalLM
 

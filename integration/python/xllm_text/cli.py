@@ -114,7 +114,10 @@ def _load_tokenizer(model_dir: Path) -> Tokenizer:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{model_dir} has no tokenizer.json")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
 
 
 def _stream(worker: Worker, tokenizer: Tokenizer, prompt_ids: list[int], max_tokens: int) -> None:

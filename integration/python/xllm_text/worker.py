@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+_MAX_LINE = 1 << 24  # characters of an event; the longest are stats
+_MAX_SHOWN = 80
+
 
 class WorkerError(RuntimeError):
     """The worker refused a request, or its process has ended."""
@@ -45,20 +48,32 @@ class Worker:
             raise self._gone() from error
 
     def read_event(self) -> dict[str, Any]:
-        """Reads the next event. Raises `WorkerError` when the worker has ended."""
-        line = self._output.readline()
+        """Reads the next event. Raises `WorkerError` when the worker has ended or writes something else."""
+        try:
+            line = self._output.readline(_MAX_LINE)
+        except UnicodeDecodeError as error:
+            raise WorkerError("the worker wrote a line that is not UTF-8") from error
         if not line:
             raise self._gone()
-        event: dict[str, Any] = json.loads(line)
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WorkerError(f"the worker wrote a line that is not JSON: {_shown(line)}") from error
+        if not isinstance(event, dict):
+            raise WorkerError(f"the worker wrote a line that is no event: {_shown(line)}")
         return event
 
     def generate(self, token_ids: Sequence[int], max_tokens: int) -> Iterator[int]:
         """Runs one request and yields its tokens as they arrive. Raises `WorkerError` when it is refused."""
         self.send({"id": "0", "token_ids": list(token_ids), "max_tokens": max_tokens})
         while not (event := self.read_event()).get("finished"):
-            if "error" in event:
-                raise WorkerError(event["error"]["message"])
-            yield from event["token_ids"]
+            try:
+                if "error" in event:
+                    raise WorkerError(event["error"]["message"])
+                tokens = [int(token) for token in event["token_ids"]]
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise WorkerError(f"the worker wrote an unknown event: {_shown(json.dumps(event))}") from error
+            yield from tokens
 
     def close(self) -> int:
         """Closes the input, waits until all requests are finished, and returns the exit code."""
@@ -78,3 +93,8 @@ class Worker:
         if kind is not None:
             self._process.kill()
         self.close()
+
+
+def _shown(line: str) -> str:
+    text = line.rstrip("\n")
+    return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...")

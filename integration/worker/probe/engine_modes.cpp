@@ -6,8 +6,8 @@
 
 #include "core_probe.h"
 #include "engine.h"
-#include "line_io.h"
 #include "recall_model.h"
+#include "request_reader.h"
 
 namespace xllm::worker::probe {
 
@@ -82,14 +82,11 @@ int serve(const json& settings) try {
   Setup setup(settings, [delay](auto) { std::this_thread::sleep_for(delay); });
   ProtocolOutput output;
   std::cout << "a library prints to stdout" << std::endl;
-  Inbox inbox;
+  Inbox inbox(settings.value("max_queued_requests", 4096));
   const auto write = [&](std::string_view text) { output.write(text); };
   const auto log = [](const std::string& message) { std::cerr << message << "\n"; };
   Engine engine(setup.model, setup.blocks, setup.limits, write, log);
-  const LineReader reader(
-      STDIN_FILENO,
-      [&](std::string_view line, int64_t number) { inbox.put(parse_input_line(line, number, setup.request_limits)); },
-      [&] { inbox.close(); });
+  const LineReader reader = read_requests(STDIN_FILENO, setup.request_limits, inbox);
   engine.run(inbox);
   return 0;
 } catch (const std::exception& error) {

@@ -16,8 +16,8 @@ bool contains(const std::vector<int32_t>& ids, int32_t id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
 }
 
-std::string invalid_event(const InvalidLine& invalid, int64_t number) {
-  return error_event(invalid.id, number, kInvalidRequest, invalid.message);
+std::string refused_event(const RefusedLine& refused, int64_t number) {
+  return error_event(refused.id, number, refused.type, refused.message);
 }
 
 }  // namespace
@@ -31,6 +31,11 @@ Engine::Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Writ
       log_(std::move(log)) {}
 
 void Engine::run(Inbox& inbox) {
+  inbox_ = &inbox;
+  const struct Closing {  // the reader may wait for room in it
+    Inbox& inbox;
+    ~Closing() { inbox.close(); }
+  } closing{inbox};
   try {
     serve(inbox);
   } catch (const RankFailure& failure) {
@@ -83,8 +88,8 @@ void Engine::handle_lines() {
     lines_.pop_front();
     if (auto* request = std::get_if<Request>(&line.content)) {
       accept(std::move(*request));
-    } else if (const auto* invalid = std::get_if<InvalidLine>(&line.content)) {
-      events_ += invalid_event(*invalid, line.number);
+    } else if (const auto* refused = std::get_if<RefusedLine>(&line.content)) {
+      events_ += refused_event(*refused, line.number);
     } else if (const auto* command = std::get_if<PauseCommand>(&line.content)) {
       is_paused_ = command->pause;
     } else {
@@ -101,9 +106,15 @@ void Engine::accept(Request request) {
   if (!active_ids_.insert(request.id).second) {
     const std::string message = "id \"" + request.id + "\" belongs to a request that is not finished";
     events_ += error_event(request.id, request.line, kInvalidRequest, message);
+    ++num_duplicates_;
+    update_queue();
     return;
   }
   scheduler_.add(std::make_unique<Sequence>(std::move(request)));
+}
+
+void Engine::update_queue() {
+  if (inbox_ != nullptr) inbox_->set_num_dequeued(scheduler_.num_started() + num_duplicates_);
 }
 
 void Engine::step() {
@@ -112,6 +123,7 @@ void Engine::step() {
     const std::lock_guard lock(mutex_);
     batch = scheduler_.schedule();
   }
+  update_queue();
   if (batch.empty()) throw std::logic_error("the scheduler has work but made an empty step");
   ++num_steps_;
   std::vector<NextToken> tokens;
@@ -192,8 +204,8 @@ std::string Engine::last_events(const std::string& message, Inbox& inbox) {
   for (const InputLine& line : lines) {
     if (const auto* request = std::get_if<Request>(&line.content)) {
       events += error_event(request->id, line.number, kInternal, message);
-    } else if (const auto* invalid = std::get_if<InvalidLine>(&line.content)) {
-      events += invalid_event(*invalid, line.number);
+    } else if (const auto* refused = std::get_if<RefusedLine>(&line.content)) {
+      events += refused_event(*refused, line.number);
     }
   }
   return events;

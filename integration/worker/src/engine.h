@@ -33,8 +33,8 @@ class Engine {
 
   Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Write write, Log log);
 
-  // Runs until the inbox is closed and all requests are finished. On a RankFailure it writes an error event for each
-  // unfinished request, those in the inbox included, and rethrows.
+  // Runs until the inbox is closed and all requests are finished. Closes the inbox at its own end. On a RankFailure it
+  // writes an error event for each unfinished request, those in the inbox included, and rethrows.
   void run(Inbox& inbox);
 
   // Makes `run` end after the current step, with an error event for each unfinished request, those in the inbox
@@ -54,6 +54,7 @@ class Engine {
   void serve(Inbox& inbox);
   void handle_lines();
   void accept(Request request);
+  void update_queue();
   std::vector<NextToken> compute(const std::vector<ScheduledSequence>& batch);
   void deliver(Sequence& sequence, const NextToken& token);
   void fail_everything(const std::string& message, Inbox& inbox);
@@ -70,6 +71,7 @@ class Engine {
   Write write_;
   Log log_;
   std::unordered_set<std::string> active_ids_;
+  Inbox* inbox_ = nullptr;  // set by `run`
   bool is_paused_ = false;
   bool is_over_ = false;  // every request has got its error event
   // Guards the requests and the output. Not held while the model computes, so that `abandon` can take it.
@@ -86,6 +88,7 @@ class Engine {
   int64_t num_computed_tokens_ = 0;
   int64_t num_generated_tokens_ = 0;
   int64_t num_finished_ = 0;
+  int64_t num_duplicates_ = 0;  // requests refused because their id is in use
 };
 
 }  // namespace xllm::worker

@@ -23,8 +23,12 @@ bool is_blank(std::string_view line) { return line.find_first_not_of(" \t\r") ==
 
 }  // namespace
 
-LineReader::LineReader(int fd, OnLine on_line, OnEnd on_end)
-    : fd_(fd), on_line_(std::move(on_line)), on_end_(std::move(on_end)) {
+LineReader::LineReader(int fd, size_t max_bytes, OnLine on_line, OnLongLine on_long_line, OnEnd on_end)
+    : fd_(fd),
+      max_bytes_(max_bytes),
+      on_line_(std::move(on_line)),
+      on_long_line_(std::move(on_long_line)),
+      on_end_(std::move(on_end)) {
   if (pipe2(stop_pipe_, O_CLOEXEC) != 0) throw_errno("pipe");
   thread_ = std::thread([this] { read_lines(); });
 }
@@ -36,13 +40,7 @@ LineReader::~LineReader() {
 }
 
 void LineReader::read_lines() {
-  std::string pending;
   std::array<char, 1 << 16> chunk;
-  int64_t number = 0;
-  const auto deliver = [&](std::string_view line) {
-    ++number;
-    if (!is_blank(line)) on_line_(line, number);
-  };
   while (true) {
     pollfd ready[2] = {{fd_, POLLIN, 0}, {stop_pipe_[0], POLLIN, 0}};
     if (poll(ready, 2, -1) < 0 && errno == EINTR) continue;
@@ -50,17 +48,36 @@ void LineReader::read_lines() {
     const ssize_t num_read = read(fd_, chunk.data(), chunk.size());
     if (num_read < 0 && errno == EINTR) continue;
     if (num_read <= 0) break;
-    size_t searched = pending.size();
-    pending.append(chunk.data(), static_cast<size_t>(num_read));
-    size_t begin = 0;
-    for (size_t end; (end = pending.find('\n', searched)) != std::string::npos; searched = begin) {
-      deliver(std::string_view(pending).substr(begin, end - begin));
-      begin = end + 1;
-    }
-    pending.erase(0, begin);
+    split({chunk.data(), static_cast<size_t>(num_read)});
   }
-  if (!pending.empty()) deliver(pending);
+  end_line();
   on_end_();
+}
+
+void LineReader::split(std::string_view chunk) {
+  for (size_t end; (end = chunk.find('\n')) != std::string_view::npos; chunk.remove_prefix(end + 1)) {
+    append(chunk.substr(0, end));
+    end_line();
+  }
+  append(chunk);
+}
+
+void LineReader::append(std::string_view part) {
+  if (is_too_long_) return;
+  is_too_long_ = part.size() > max_bytes_ - line_.size();
+  if (!is_too_long_) {
+    line_.append(part);
+    return;
+  }
+  line_.clear();
+  on_long_line_(number_);
+}
+
+void LineReader::end_line() {
+  if (!is_too_long_ && !is_blank(line_)) on_line_(line_, number_);
+  line_.clear();
+  is_too_long_ = false;
+  ++number_;
 }
 
 ProtocolOutput::ProtocolOutput() {

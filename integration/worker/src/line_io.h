@@ -5,30 +5,42 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <thread>
 
 namespace xllm::worker {
 
 // Starts a thread that calls `on_line` for each line, then `on_end`. Lines are numbered from 1 and passed without line
-// feed; blank lines are skipped. The destructor stops the thread even while it waits for input.
+// feed; blank lines are skipped. For a line with more than `max_bytes` bytes it calls `on_long_line` instead, as soon
+// as the limit is passed, and discards the rest of the line. The destructor stops the thread even while it waits for
+// input.
 class LineReader {
  public:
   using OnLine = std::function<void(std::string_view line, int64_t number)>;
+  using OnLongLine = std::function<void(int64_t number)>;
   using OnEnd = std::function<void()>;
 
-  LineReader(int fd, OnLine on_line, OnEnd on_end);
+  LineReader(int fd, size_t max_bytes, OnLine on_line, OnLongLine on_long_line, OnEnd on_end);
   ~LineReader();
   LineReader(const LineReader&) = delete;
   LineReader& operator=(const LineReader&) = delete;
 
  private:
   void read_lines();
+  void split(std::string_view chunk);
+  void append(std::string_view part);
+  void end_line();
 
   int fd_;
+  size_t max_bytes_;
   int stop_pipe_[2] = {-1, -1};
   OnLine on_line_;
+  OnLongLine on_long_line_;
   OnEnd on_end_;
+  std::string line_;          // the bytes of the current line so far; empty once it is too long
+  bool is_too_long_ = false;  // the current line
+  int64_t number_ = 1;        // of the current line
   std::thread thread_;
 };
 

@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "engine.h"
-#include "line_io.h"
 #include "model_host.h"
 #include "native/collectives.h"
 #include "options.h"
 #include "ranks/roles.h"
+#include "request_reader.h"
 #include "stop_signals.h"
 
 namespace xllm::worker {
@@ -47,11 +47,8 @@ void serve(const WorkerOptions& options, const ServerInfo& info, StepModel& mode
       [](const std::string& message) { std::cerr << "a step failed: " << message << std::endl; });
 
   output.write(ready_event(info));
-  Inbox inbox;
-  const LineReader reader(
-      STDIN_FILENO,
-      [&](std::string_view line, int64_t number) { inbox.put(parse_input_line(line, number, request_limits)); },
-      [&] { inbox.close(); });
+  Inbox inbox(options.max_queued_requests);
+  const LineReader reader = read_requests(STDIN_FILENO, request_limits, inbox);
   std::promise<void> ended;
   std::future<void> has_ended = ended.get_future();
   // The caller ends the process afterwards, even if the client has not read the events.

@@ -2,7 +2,6 @@
 
 #include <charconv>
 #include <fstream>
-#include <sstream>
 #include <type_traits>
 
 #include "strict_json.h"
@@ -53,6 +52,11 @@ std::vector<Option> make_table() {
       {.name = "max_tokens_per_batch",
        .member = &O::max_tokens_per_batch,
        .help = "Maximum number of tokens per step; longer prompts are computed in chunks.",
+       .min = 1,
+       .max = kMaxCount},
+      {.name = "max_queued_requests",
+       .member = &O::max_queued_requests,
+       .help = "Maximum number of requests that wait to run; more are refused.",
        .min = 1,
        .max = kMaxCount},
       {.name = "block_size", .member = &O::block_size, .help = "Tokens per KV page.", .min = 1, .max = 1024},
@@ -193,7 +197,7 @@ Type type_of(const Option& option) {
 }
 
 void set_from_json(const Option& option, WorkerOptions& options, const json& value, const std::string& path) {
-  const Spelling spelling{path + ": " + std::string(option.name) + " is " + dump_json(value, 80)};
+  const Spelling spelling{path + ": " + std::string(option.name) + " is " + dump_json(value, kMaxQuoted)};
   const bool is_int = value.is_number_integer() &&
                       !(value.is_number_unsigned() && value.get<uint64_t>() > std::numeric_limits<int64_t>::max());
   switch (type_of(option)) {
@@ -215,6 +219,20 @@ void set_from_json(const Option& option, WorkerOptions& options, const json& val
       return store(option, options, *bytes, spelling);
     }
   }
+}
+
+// The file's text. Bounded, since the path may name a device.
+std::string read_text(const std::string& path) {
+  constexpr size_t kMaxBytes = 1 << 20;
+  std::ifstream file(path);
+  if (!file) throw OptionError("--config=" + path + ": the file cannot be read");
+  std::string text(kMaxBytes + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<size_t>(file.gcount()));
+  if (text.size() > kMaxBytes) {
+    throw OptionError(path + ": the file has more than " + std::to_string(kMaxBytes) + " bytes, the limit for options");
+  }
+  return text;
 }
 
 }  // namespace
@@ -275,13 +293,10 @@ const Option* find_option(std::string_view name) {
 }
 
 void read_config_file(const std::string& path, const std::set<std::string>& given, WorkerOptions& options) {
-  std::ifstream file(path);
-  if (!file) throw OptionError("--config=" + path + ": the file cannot be read");
-  std::stringstream text;
-  text << file.rdbuf();
+  const std::string text = read_text(path);
   json object;
   try {
-    object = parse_strict_json(text.str());
+    object = parse_strict_json(text);
   } catch (const JsonError& error) {
     throw OptionError(path + ": " + error.what());
   }
@@ -290,7 +305,7 @@ void read_config_file(const std::string& path, const std::set<std::string>& give
   }
   for (const auto& [key, value] : object.items()) {
     const Option* option = find_option(key);
-    if (option == nullptr) throw OptionError(path + ": unknown option " + dump_json(key));
+    if (option == nullptr) throw OptionError(path + ": unknown option " + dump_json(key, kMaxQuoted));
     if (option->only_on_command_line) throw OptionError(path + ": " + key + " is allowed on the command line only");
     // A value that the command line overrides is still checked.
     WorkerOptions unused;

@@ -25,6 +25,7 @@ struct WorkerOptions {
   std::string dtype = "auto";
   int64_t max_seqs_per_batch = 64;
   int64_t max_tokens_per_batch = 2048;
+  int64_t max_queued_requests = 4096;
   int64_t block_size = 16;
   bool enable_prefix_cache = true;
   std::optional<int64_t> num_blocks;

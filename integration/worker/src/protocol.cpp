@@ -19,8 +19,6 @@ class InvalidRequest : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-constexpr size_t kMaxQuoted = 80;  // characters of a wrong value that a message repeats
-
 [[noreturn]] void refuse(const std::string& message) { throw InvalidRequest(message); }
 
 [[noreturn]] void refuse_value(const std::string& field, const json& value, const std::string& expected) {
@@ -79,6 +77,18 @@ void check_length(int64_t num_tokens, const RequestLimits& limits) {
   }
 }
 
+void check_stop_tokens(int64_t num_tokens) {
+  constexpr int64_t kLimit = RequestLimits::kMaxStopTokenIds;
+  if (num_tokens <= kLimit) return;
+  refuse("stop_token_ids has " + std::to_string(num_tokens) + " tokens; the limit is " + std::to_string(kLimit));
+}
+
+bool is_valid_id(const json& id) {
+  if (!id.is_string()) return false;
+  const size_t size = id.get_ref<const std::string&>().size();
+  return size >= 1 && size <= RequestLimits::kMaxIdBytes;
+}
+
 Request read_request(const json& object, int64_t line, const RequestLimits& limits) {
   check_keys(object,
              {"id", "token_ids", "max_tokens", "stop_token_ids", "ignore_eos", "show_logits"},
@@ -86,7 +96,9 @@ Request read_request(const json& object, int64_t line, const RequestLimits& limi
   Request request;
   request.line = line;
   const json& id = object.at("id");
-  if (!id.is_string() || id.get_ref<const std::string&>().empty()) refuse_value("id", id, "a string that is not empty");
+  if (!is_valid_id(id)) {
+    refuse_value("id", id, "a string of 1 to " + std::to_string(RequestLimits::kMaxIdBytes) + " bytes");
+  }
   request.id = id.get<std::string>();
   request.token_ids = read_token_ids(object.at("token_ids"), "token_ids", limits.vocab_size);
   check_length(static_cast<int64_t>(request.token_ids.size()), limits);
@@ -97,6 +109,7 @@ Request read_request(const json& object, int64_t line, const RequestLimits& limi
                                 "an integer of at least 1");
   if (object.contains("stop_token_ids")) {
     request.stop_token_ids = read_token_ids(object.at("stop_token_ids"), "stop_token_ids", limits.vocab_size);
+    check_stop_tokens(std::ssize(request.stop_token_ids));
   }
   read_bool(object, "ignore_eos", request.ignore_eos);
   read_bool(object, "show_logits", request.show_logits);
@@ -118,23 +131,30 @@ std::string to_line(const ordered_json& event) {
 }  // namespace
 
 InputLine parse_input_line(std::string_view text, int64_t number, const RequestLimits& limits) {
-  InputLine line{number, InvalidLine{}};
+  InputLine line{number, RefusedLine{}};
   std::optional<std::string> id;
   try {
     const json object = parse_strict_json(text);
     if (!object.is_object()) refuse("the line is " + describe_json_type(object) + "; expected an object");
-    if (object.contains("id") && object.at("id").is_string()) id = object.at("id").get<std::string>();
+    if (object.contains("id") && is_valid_id(object.at("id"))) id = object.at("id").get<std::string>();
     if (object.contains("command")) {
       line.content = read_command(object);
     } else {
       line.content = read_request(object, number, limits);
     }
   } catch (const JsonError& error) {
-    line.content = InvalidLine{id, std::string("the line is not valid JSON: ") + error.what()};
+    line.content = RefusedLine{id, std::string("the line is not valid JSON: ") + error.what()};
   } catch (const InvalidRequest& error) {
-    line.content = InvalidLine{id, error.what()};
+    line.content = RefusedLine{id, error.what()};
   }
   return line;
+}
+
+InputLine refuse_long_line(int64_t number, const RequestLimits& limits) {
+  return {number,
+          RefusedLine{std::nullopt,
+                      "the line has more than " + std::to_string(limits.max_line_bytes()) +
+                          " bytes, the limit for a max_model_len of " + std::to_string(limits.max_model_len)}};
 }
 
 std::string ready_event(const ServerInfo& info) {

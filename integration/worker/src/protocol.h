@@ -19,6 +19,13 @@ struct RequestLimits {
   int64_t vocab_size;
   int64_t max_model_len;   // prompt and answer together
   int64_t kv_cache_slots;  // capacity of the whole KV cache in tokens
+
+  // The longest line. It holds any request that these limits allow: 16 bytes for each token id with its separator, and
+  // 4096 for everything else.
+  size_t max_line_bytes() const { return static_cast<size_t>(16 * (max_model_len + kMaxStopTokenIds) + 4096); }
+
+  static constexpr int64_t kMaxStopTokenIds = 1024;  // each new token is compared with all of them
+  static constexpr size_t kMaxIdBytes = 256;         // of a request's id, which every event repeats
 };
 
 struct StatsCommand {};
@@ -28,18 +35,26 @@ struct PauseCommand {
   bool pause;  // false: resume
 };
 
-// An invalid line. The id is set if the line has one.
-struct InvalidLine {
+inline constexpr std::string_view kInvalidRequest = "invalid_request";
+inline constexpr std::string_view kQueueFull = "queue_full";
+inline constexpr std::string_view kInternal = "internal";
+
+// A line that is answered with an error event. The id is set if the line has a valid one.
+struct RefusedLine {
   std::optional<std::string> id;
   std::string message;  // names the field, the value and the limit
+  std::string_view type = kInvalidRequest;
 };
 
 struct InputLine {
   int64_t number = 0;  // from 1
-  std::variant<Request, StatsCommand, PauseCommand, InvalidLine> content;
+  std::variant<Request, StatsCommand, PauseCommand, RefusedLine> content;
 };
 
 InputLine parse_input_line(std::string_view text, int64_t number, const RequestLimits& limits);
+
+// The answer to a line with more than max_line_bytes().
+InputLine refuse_long_line(int64_t number, const RequestLimits& limits);
 
 // Model and cache properties, sent to the client in the ready event.
 struct ServerInfo {
@@ -62,8 +77,5 @@ std::string error_event(const std::optional<std::string>& id,
                         std::string_view type,
                         const std::string& message);
 std::string stats_event(const nlohmann::json& executor, const nlohmann::json& scheduler);
-
-inline constexpr std::string_view kInvalidRequest = "invalid_request";
-inline constexpr std::string_view kInternal = "internal";
 
 }  // namespace xllm::worker

@@ -41,6 +41,7 @@ void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t b
     const auto num_cached = blocks_.allocate(next.blocks, next.tokens);
     if (!num_cached) return;
     next.num_cached = *num_cached;
+    if (!std::exchange(next.has_started, true)) ++num_started_;
     running_.push_back(std::move(waiting_.front()));
     waiting_.pop_front();
     const int64_t num_new = std::min(budget, next.num_pending());

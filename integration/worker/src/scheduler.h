@@ -41,6 +41,7 @@ class Scheduler {
   int64_t num_running() const { return static_cast<int64_t>(running_.size()); }
   int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }
   int64_t num_preemptions() const { return num_preemptions_; }
+  int64_t num_started() const { return num_started_; }  // sequences that were scheduled at least once
 
  private:
   // Allocates a page for one more token if needed, and preempts the youngest sequences until one is free. Returns false
@@ -56,6 +57,7 @@ class Scheduler {
   std::vector<std::unique_ptr<Sequence>> running_;
   std::deque<std::unique_ptr<Sequence>> waiting_;
   int64_t num_preemptions_ = 0;
+  int64_t num_started_ = 0;
 };
 
 }  // namespace xllm::worker

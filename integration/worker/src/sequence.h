@@ -32,6 +32,7 @@ struct Sequence {
   std::vector<int32_t> tokens;  // prompt, then answer
   int64_t num_prompt_tokens;
   int64_t num_cached = 0;
+  bool has_started = false;  // was scheduled before; it may be preempted now
   std::vector<int32_t> blocks;  // pages, in order
 };
 

@@ -9,24 +9,40 @@ using nlohmann::json;
 
 namespace {
 
+constexpr size_t kMaxMessage = 300;  // bytes; the library's messages repeat the whole last token
+
 // Removes the prefix "[json.exception.parse_error.101] " of the library's messages.
 std::string plain_message(const std::string& what) {
   const size_t end = what.find("] ");
-  return end == std::string::npos ? what : what.substr(end + 2);
+  return truncate(end == std::string::npos ? what : what.substr(end + 2), kMaxMessage);
+}
+
+void check_depth(int num_open) {
+  if (static_cast<size_t>(num_open) < kMaxJsonDepth) return;
+  throw JsonError("it is nested more than " + std::to_string(kMaxJsonDepth) + " levels deep");
 }
 
 }  // namespace
 
 json parse_strict_json(std::string_view text) {
+  // The library takes a NUL byte for the end of the text.
+  if (const size_t nul = text.find('\0'); nul != std::string_view::npos) {
+    throw JsonError("it has a NUL byte at offset " + std::to_string(nul));
+  }
   std::vector<std::set<std::string>> open_objects;
-  const auto check_keys = [&](int, json::parse_event_t event, json& parsed) {
-    if (event == json::parse_event_t::object_start) {
+  const auto check_keys = [&](int num_open, json::parse_event_t event, json& parsed) {
+    if (event == json::parse_event_t::array_start) {
+      check_depth(num_open);
+    } else if (event == json::parse_event_t::object_start) {
+      check_depth(num_open);
       open_objects.emplace_back();
     } else if (event == json::parse_event_t::object_end) {
       open_objects.pop_back();
     } else if (event == json::parse_event_t::key) {
       const auto key = parsed.get<std::string>();
-      if (!open_objects.back().insert(key).second) throw JsonError("key \"" + key + "\" appears twice");
+      if (!open_objects.back().insert(key).second) {
+        throw JsonError("key \"" + truncate(key, kMaxQuoted) + "\" appears twice");
+      }
     }
     return true;
   };
@@ -51,14 +67,17 @@ std::string describe_json_type(const json& value) {
   }
 }
 
+std::string truncate(std::string text, size_t max_length) {
+  if (text.size() <= max_length) return text;
+  size_t end = max_length;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+  text.resize(end);
+  return text + "...";
+}
+
 std::string dump_json(const json& value, size_t max_length) {
   std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
-  if (max_length > 0 && text.size() > max_length) {
-    size_t end = max_length;
-    while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // a UTF-8 boundary
-    text = text.substr(0, end) + "...";
-  }
-  return text;
+  return max_length > 0 ? truncate(std::move(text), max_length) : text;
 }
 
 }  // namespace xllm::worker

@@ -1,4 +1,4 @@
-// Parses JSON text strictly: a duplicate key is an error. Error messages are short.
+// Parses JSON text from outside: bounded in depth, with duplicate keys as an error. Error messages are short.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -13,11 +13,21 @@ class JsonError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Throws JsonError for invalid JSON and for duplicate keys.
+// Deepest nesting of arrays and objects. nlohmann's parser keeps its stack on the heap, but dump() recurses. So a
+// deeper value must not exist. A request needs 2 levels, the stats of a rank 5.
+inline constexpr size_t kMaxJsonDepth = 16;
+
+inline constexpr size_t kMaxQuoted = 80;  // bytes of a wrong value that a message repeats
+
+// Throws JsonError for invalid JSON, NUL bytes, duplicate keys, and more than kMaxJsonDepth levels. The caller bounds
+// the size of the text.
 nlohmann::json parse_strict_json(std::string_view text);
 
 // The type of a JSON value for messages: "a string", "an integer", ...
 std::string describe_json_type(const nlohmann::json& value);
+
+// The first `max_length` bytes of UTF-8 text, and "..." if there are more. Never cuts a character.
+std::string truncate(std::string text, size_t max_length);
 
 // One line of JSON. Invalid UTF-8 becomes U+FFFD. max_length > 0 truncates the text for messages.
 std::string dump_json(const nlohmann::json& value, size_t max_length = 0);

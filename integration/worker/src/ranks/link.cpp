@@ -21,6 +21,7 @@ constexpr milliseconds kPollInterval{100};
 constexpr milliseconds kHeartbeatInterval{500};
 constexpr milliseconds kAbortLimit{200};  // to write an abort frame to a rank that may be stuck
 constexpr size_t kHeaderSize = 1 + sizeof(uint64_t);
+constexpr uint64_t kMaxPayload = uint64_t{1} << 30;  // bytes; the largest frames are steps, of at most 2^24 tokens
 
 struct Heartbeat {
   int64_t num_begun = 0;  // steps
@@ -35,12 +36,17 @@ std::string header(FrameType type, size_t size) {
   return text;
 }
 
+// The payload size of the first frame; 0 while its header is incomplete.
+uint64_t payload_size(const std::string& bytes) {
+  uint64_t length = 0;
+  if (bytes.size() >= kHeaderSize) std::memcpy(&length, bytes.data() + 1, sizeof(length));
+  return length;
+}
+
 // Removes the first complete frame from the bytes and returns it.
 std::optional<Frame> next_frame(std::string& bytes) {
-  if (bytes.size() < kHeaderSize) return std::nullopt;
-  uint64_t length = 0;
-  std::memcpy(&length, bytes.data() + 1, sizeof(length));
-  if (bytes.size() - kHeaderSize < length) return std::nullopt;
+  const uint64_t length = payload_size(bytes);
+  if (bytes.size() < kHeaderSize || bytes.size() - kHeaderSize < length) return std::nullopt;
   Frame frame{static_cast<FrameType>(bytes[0]), bytes.substr(kHeaderSize, length)};
   bytes.erase(0, kHeaderSize + length);
   return frame;
@@ -71,10 +77,11 @@ bool write_frame(const Socket& socket, FrameType type, std::string_view payload,
   return write_all(socket, bytes, limit);
 }
 
-std::optional<Frame> read_frame(const Socket& socket, milliseconds limit) {
+std::optional<Frame> read_frame(const Socket& socket, size_t max_payload, milliseconds limit) {
   const auto deadline = Clock::now() + limit;
   std::string bytes;
   while (true) {
+    if (payload_size(bytes) > max_payload) return std::nullopt;
     if (std::optional<Frame> frame = next_frame(bytes)) return frame;
     const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
     pollfd entry{socket.fd(), POLLIN, 0};
@@ -240,6 +247,11 @@ void RankLink::read_from(Peer& from) {
   from.last_received = Clock::now();
   from.inbound.append(chunk.data(), static_cast<size_t>(count));
   while (std::optional<Frame> frame = next_frame(from.inbound)) handle_frame(from, std::move(*frame));
+  if (const uint64_t size = payload_size(from.inbound); size > kMaxPayload) {
+    from.is_open = false;
+    fail(rank_name(from.rank) + " sent a frame of " + std::to_string(size) + " bytes; the limit is " +
+         std::to_string(kMaxPayload));
+  }
 }
 
 void RankLink::handle_frame(Peer& from, Frame frame) {

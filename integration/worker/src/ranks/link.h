@@ -39,9 +39,10 @@ struct Frame {
   std::string payload;
 };
 
-// For a connection that no RankLink owns yet. Return false or nullopt when the peer disconnects or `limit` passes.
+// For a connection that no RankLink owns yet. Return false or nullopt when the peer disconnects or `limit` passes, and
+// nullopt for a frame of more than `max_payload` bytes.
 bool write_frame(const Socket& socket, FrameType type, std::string_view payload, std::chrono::milliseconds limit);
-std::optional<Frame> read_frame(const Socket& socket, std::chrono::milliseconds limit);
+std::optional<Frame> read_frame(const Socket& socket, size_t max_payload, std::chrono::milliseconds limit);
 
 // A time limit that several waits can share.
 struct Deadline {

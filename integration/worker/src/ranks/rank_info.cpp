@@ -11,10 +11,10 @@ namespace xllm::worker {
 namespace {
 
 constexpr size_t kMaxNamed = 4;
-constexpr size_t kMaxQuoted = 60;
+constexpr size_t kMaxShown = 60;
 
 std::string quoted(const nlohmann::json& info, const std::string& key) {
-  return info.contains(key) ? dump_json(info.at(key), kMaxQuoted) : "absent";
+  return info.contains(key) ? dump_json(info.at(key), kMaxShown) : "absent";
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "strict_json.h"
+
 namespace xllm::worker {
 
 namespace {
@@ -12,11 +14,30 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kHelloLimit{5000};
+constexpr size_t kMaxHello = 256;  // bytes
 constexpr milliseconds kPoll{100};
 
 std::string address(const RankConfig& config) { return config.host + ":" + std::to_string(config.port); }
 
 std::string seconds(milliseconds time) { return std::to_string(time.count() / 1000) + " s"; }
+
+struct Hello {
+  int64_t rank = 0;
+  int64_t size = 0;  // number of ranks
+};
+
+// Anything may connect to the port. So this is nullopt for bytes that are no hello.
+std::optional<Hello> read_hello(const Socket& socket) {
+  const std::optional<Frame> frame = read_frame(socket, kMaxHello, kHelloLimit);
+  if (!frame || frame->type != FrameType::kHello) return std::nullopt;
+  try {
+    const nlohmann::json hello = parse_strict_json(frame->payload);
+    return Hello{hello.at("rank").get<int64_t>(), hello.at("size").get<int64_t>()};
+  } catch (const JsonError&) {
+  } catch (const nlohmann::json::exception&) {  // not an object, or a key is missing or no number
+  }
+  return std::nullopt;
+}
 
 std::string rank_name(int64_t rank) { return "rank " + std::to_string(rank); }
 
@@ -89,12 +110,9 @@ std::map<int64_t, Socket> RankGroup::accept_ranks(const std::vector<std::string>
 }
 
 std::optional<int64_t> RankGroup::accept_hello(const Socket& socket, const std::map<int64_t, Socket>& present) const {
-  const std::optional<Frame> hello = read_frame(socket, kHelloLimit);
-  if (!hello || hello->type != FrameType::kHello) return std::nullopt;
-  const nlohmann::json who = nlohmann::json::parse(hello->payload, nullptr, /*allow_exceptions=*/false);
-  if (!who.is_object()) return std::nullopt;
-  const int64_t rank = who.value("rank", int64_t{-1});
-  const int64_t size = who.value("size", int64_t{-1});
+  const std::optional<Hello> hello = read_hello(socket);
+  if (!hello) return std::nullopt;
+  const auto [rank, size] = *hello;
   std::string problem;
   if (size != config_.size) {
     problem = rank_name(rank) + " was started with tp_size " + std::to_string(size) + ", rank 0 with " +

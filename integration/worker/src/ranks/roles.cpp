@@ -4,6 +4,7 @@
 
 #include "ranks/rank_info.h"
 #include "ranks/step_codec.h"
+#include "strict_json.h"
 
 namespace xllm::worker {
 
@@ -41,7 +42,7 @@ void check_ranks_agree(RankGroup& ranks, const json& info, std::chrono::millisec
   }
   const Deadline deadline(limit);
   for (int64_t rank = 1; rank < ranks.config().size; ++rank) {
-    const json other = json::parse(link.receive(rank, deadline, "did not load the model").payload);
+    const json other = parse_strict_json(link.receive(rank, deadline, "did not load the model").payload);
     const std::string problem = describe_difference(info, other, rank);
     if (problem.empty()) continue;
     link.abort(problem);
@@ -78,7 +79,7 @@ std::string LeaderModel::stats_json() {
   json others = json::array();
   ranks_.link().send_all(FrameType::kAskStats);
   for (int64_t rank = 1; rank < ranks_.config().size; ++rank) {
-    others.push_back(json::parse(ranks_.link().receive(rank, kStatsLimit, "did not send its stats").payload));
+    others.push_back(parse_strict_json(ranks_.link().receive(rank, kStatsLimit, "did not send its stats").payload));
   }
   const json traffic = difference(json::parse(model_.executor().model().traffic_json()), *traffic_before_);
   stats["tensor_parallel"] = {{"size", ranks_.config().size},
