@@ -100,9 +100,14 @@ class PlainBackend(AttentionBackend):
         scores = torch.einsum("hd,lhd->hl", q, k[:, heads]) * spec.scale
         if spec.logits_soft_cap and self.fault != "no soft cap":
             scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        if self.fault == "adds the mask":
+            weights = (scores + torch.where(visible, 0.0, -torch.inf)).softmax(dim=-1)
+        else:
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
         if self.fault != "0 * NaN of masked values":
             v = v.masked_fill(~visible[:, None, None], 0)
+        if self.fault == "hides what is not finite":
+            weights, v = weights.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
         return torch.einsum("hl,lhd->hd", weights, v[:, heads])
 
 
@@ -129,6 +134,8 @@ FAULTS = {
     "attends before it writes": ERROR,
     "wrong head": ERROR,
     "no soft cap": ERROR,
+    "adds the mask": ERROR,
+    "hides what is not finite": r"sequence \d+, token \d+ of \d+ is finite, but sees a key or value that is not",
     "modifies q": "the inputs were modified",
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/einsum.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -17,6 +18,7 @@ namespace xllm::worker::native {
 namespace {
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr int64_t kQueryBlock = 256;  // query rows per masked block
 
 struct Range {
@@ -64,6 +66,14 @@ struct Block {
   Range keys;  // of the sequence's gathered keys
   std::optional<at::Tensor> mask;
   bool causal = false;
+
+  bool hides_keys() const { return causal || mask; }
+
+  // Which rows see a marked key: marked [keys] -> [rows], both bool.
+  at::Tensor sees(const at::Tensor& marked) const {
+    if (causal) return marked.cumsum(0).gt(0);
+    return (mask ? mask->eq(0).logical_and(marked) : marked.unsqueeze(0)).any(1);
+  }
 };
 
 struct PlannedSequence {
@@ -145,11 +155,23 @@ class RaggedPlan : public AttentionPlan {
   void run(const at::Tensor& q, const KvCache& cache, at::Tensor& out) const override {
     if (num_rows_ < out.size(0)) out.zero_();
     for (const PlannedSequence& sequence : sequences_) {
-      const at::Tensor k = sequence.tokens.of(cache.k.index_select(0, sequence.pages).flatten(0, 1));
-      const at::Tensor v = sequence.tokens.of(cache.v.index_select(0, sequence.pages).flatten(0, 1));
+      at::Tensor k = sequence.tokens.of(cache.k.index_select(0, sequence.pages).flatten(0, 1));
+      at::Tensor v = sequence.tokens.of(cache.v.index_select(0, sequence.pages).flatten(0, 1));
+      // A mask does not remove a NaN: 0 * NaN is NaN. So bad keys become 0, and rows that see one become NaN.
+      at::Tensor bad;
+      if (std::ranges::any_of(sequence.blocks, &Block::hides_keys)) {
+        bad = at::isfinite(k).logical_and(at::isfinite(v)).flatten(1).all(1).logical_not();
+        const at::Tensor of_elements = bad.unsqueeze(1).unsqueeze(1);
+        k = k.masked_fill(of_elements, 0);
+        v = v.masked_fill(of_elements, 0);
+      }
       for (const Block& block : sequence.blocks) {
-        block.rows.of(out).copy_(
-            attend(block.rows.of(q), block.keys.of(k), block.keys.of(v), layer_, block.mask, block.causal));
+        at::Tensor result =
+            attend(block.rows.of(q), block.keys.of(k), block.keys.of(v), layer_, block.mask, block.causal);
+        if (bad.defined()) {
+          result = result.masked_fill(block.sees(block.keys.of(bad)).unsqueeze(1).unsqueeze(1), kNaN);
+        }
+        block.rows.of(out).copy_(result);
       }
     }
   }

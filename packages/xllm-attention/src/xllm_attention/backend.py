@@ -197,8 +197,9 @@ class AttentionBackend(ABC):
 
         Args:
             q: [T, H, D], any strides. T may exceed the planned step's tokens: the rest is padding.
-            k, v: [T, K, D], any strides.
-            out: [T, H, D]. Rows that belong to no live token, and those of KV length 0, get 0.
+            k, v: [T, K, D], any strides. A token that is NaN or infinite may be overwritten.
+            out: [T, H, D]. Rows that belong to no live token, and those of KV length 0, get 0. Rows that see a key or
+                value that is not finite are not finite; other rows are as without it.
             layer_id: the layer.
 
         Raises:

@@ -39,6 +39,10 @@ class Case:
         extra_rows: rows of q, k, v and out beyond the step's tokens.
         graph: plan with graph=True.
         poison: fills every slot of the cache that holds no token.
+        bad_tokens: (sequence, position) of new tokens that are not finite. Rows that see such a key are not finite
+            either. To all others it is masked, and they are as without it.
+        bad_value: of bad tokens, NaN or infinity.
+        bad_v_only: only one element of one head of v is bad, instead of all of q, k and v.
     """
 
     name: str
@@ -56,6 +60,9 @@ class Case:
     graph: bool = False
     layout: CacheLayout = CacheLayout.CONTIGUOUS
     poison: float = math.nan
+    bad_tokens: tuple[tuple[int, int], ...] = ()
+    bad_value: float = math.nan
+    bad_v_only: bool = False
 
     def __post_init__(self) -> None:
         for number, step in enumerate(self.steps):

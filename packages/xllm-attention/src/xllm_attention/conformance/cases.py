@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -141,6 +142,36 @@ def _padded() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def _bad() -> tuple[Case, ...]:
+    """Tokens that are not finite: masked ones do not reach the rows of other tokens, in any step."""
+    prompt = Case(
+        name="bad-prefill",
+        prefix_lens=(0, 0),
+        steps=(((0, 40), (1, 21)), ((0, 1), (1, 1)), ((0, 5), (1, 20))),
+        bad_tokens=((0, 25), (0, 26), (1, 20)),
+    )
+    chunk = Case(
+        name="bad-chunk",
+        prefix_lens=(20, 5),
+        steps=(((0, 30), (1, 1)), ((0, 7), (1, 18))),
+        bad_tokens=((0, 35), (1, 5), (1, 10)),
+    )
+    cases = []
+    for case in (prompt, chunk):
+        cases += [
+            case,
+            replace(case, name=f"{case.name}-infinite", bad_value=math.inf),
+            replace(case, name=f"{case.name}-v", bad_v_only=True),
+            replace(case, name=f"{case.name}-v-infinite", bad_v_only=True, bad_value=-math.inf),
+            replace(case, name=f"{case.name}-window", windows=(0, 7, 16), num_heads=6),
+            replace(case, name=f"{case.name}-v-window", windows=(7, 3), bad_v_only=True),
+            replace(case, name=f"{case.name}-cap", soft_cap=1.5),
+            replace(case, name=f"{case.name}-bf16", dtype=torch.bfloat16, head_dim=128, bucket=64),
+        ]
+    long = Case(name="bad-long-chunk", prefix_lens=(700,), steps=(((0, 300),),), bad_tokens=((0, 850),), num_heads=2)
+    return (*cases, long, replace(long, name="bad-long-chunk-window", windows=(60,), bad_v_only=True))
+
+
 def _long() -> tuple[Case, ...]:
     """Lengths beyond any tile size."""
     return (
@@ -153,6 +184,7 @@ def _long() -> tuple[Case, ...]:
 
 
 CASES: Final[tuple[Case, ...]] = (
+    *_bad(),
     *_shapes(16),
     *_varied(),
     _chunks(19, window=0),

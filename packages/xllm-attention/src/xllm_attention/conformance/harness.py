@@ -30,7 +30,13 @@ class StepInputs:
     rows: tuple[tuple[int, int, int], ...]  # (sequence, first row, number of rows); EMPTY rows are left out
     slots: torch.Tensor  # [live tokens] int64, host: the slots to write
     live_rows: torch.Tensor  # [live tokens] int64, host: their rows
+    bad_rows: torch.Tensor  # [bad tokens] int64, host: their rows
     qkv: tuple[torch.Tensor, ...]  # per layer [R, (H + 2 K) * D], NaN in rows that are not live
+
+    @property
+    def bad_slots(self) -> torch.Tensor:
+        """[bad tokens] int64, host."""
+        return self.slots[torch.isin(self.live_rows, self.bad_rows)]
 
 
 class BackendHarness:
@@ -60,23 +66,28 @@ class BackendHarness:
         slots: list[int] = []
         live_rows: list[int] = []
         rows: list[tuple[int, int, int]] = []
+        bad_rows: list[int] = []
         row = 0
         for seq, num_tokens in step:
             if seq != EMPTY:
                 slots += [self._slot(seq, self.lens[seq] + i) for i in range(num_tokens)]
                 live_rows += range(row, row + num_tokens)
                 rows.append((seq, row, num_tokens))
+                start = self.lens[seq]
+                bad_rows += [row + i for i in range(num_tokens) if (seq, start + i) in self.case.bad_tokens]
                 self.lens[seq] += num_tokens
             row += num_tokens
         metadata = self._metadata(step, slots, live_rows)
         live = torch.tensor(live_rows, dtype=torch.int64)
         num_rows = metadata.slot_mapping.shape[0] + self.case.extra_rows
-        qkv = tuple(self._draw(layer, num_rows, live, rows) for layer in range(len(self.caches)))
+        bad = torch.tensor(bad_rows, dtype=torch.int64)
+        qkv = tuple(self._draw(layer, num_rows, live, bad, rows) for layer in range(len(self.caches)))
         return StepInputs(
             metadata=metadata,
             rows=tuple(rows),
             slots=torch.tensor(slots, dtype=torch.int64),
             live_rows=live,
+            bad_rows=bad,
             qkv=qkv,
         )
 
@@ -86,13 +97,24 @@ class BackendHarness:
         heads = qkv.view(qkv.shape[0], h + 2 * k, self.case.head_dim)
         return heads[:, :h], heads[:, h : h + k], heads[:, h + k :]
 
-    def _draw(self, layer: int, num_rows: int, live: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:
+    def _draw(
+        self,
+        layer: int,
+        num_rows: int,
+        live: torch.Tensor,
+        bad: torch.Tensor,
+        rows: list[tuple[int, int, int]],
+    ) -> torch.Tensor:
         case = self.case
         width = (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
         qkv = torch.full((num_rows, width), torch.nan, dtype=case.dtype)
         qkv[live] = self._random(len(live), width)
         qkv[live, : case.num_heads * case.head_dim] *= 2  # a softmax with some contrast
         _, k, v = self.split(qkv)
+        if case.bad_v_only:
+            v[bad, -1, case.head_dim // 2] = case.bad_value
+        else:
+            qkv[bad] = case.bad_value
         for seq, first, num_tokens in rows:
             old_k, old_v = self.history[layer][seq]
             new = slice(first, first + num_tokens)

@@ -91,27 +91,31 @@ def _run_layer(backend: AttentionBackend, harness: BackendHarness, inputs: StepI
     cache = harness.caches[layer]
     expected = {name: tensor.clone() for name, tensor in cache.items()}
     qkv = inputs.qkv[layer]
-    untouched = qkv.clone()
+    # A backend may overwrite the keys and values of bad tokens, as long as rows that see them are not finite.
+    kept = torch.ones(qkv.shape[0], dtype=torch.bool)
+    kept[inputs.bad_rows] = False
+    untouched = qkv[kept]
     q, k, v = harness.split(qkv)
     live = inputs.live_rows.to(harness.device)
     write(LayerCache(**expected), inputs.slots, k[live], v[live])
     out = q.new_full(q.shape, torch.nan)
     backend.run(q, k, v, out, layer)
-    if not _same_bytes(qkv, untouched):
+    if not _same_bytes(qkv[kept], untouched):
         raise ConformanceError(f"{where}: the inputs were modified")
     _check_cache(cache, expected, inputs, where)
     return _check_output(out.cpu(), q.cpu(), harness, inputs, layer, where)
 
 
 def _check_cache(cache: LayerCache, expected: dict[str, torch.Tensor], inputs: StepInputs, where: str) -> None:
-    """Live slots hold exactly the step's rows; every other byte is what it was."""
+    """Live slots hold exactly the step's rows, except those of bad tokens; every other byte is what it was."""
+    bad_slots = inputs.bad_slots.tolist()
     for name, tensor in cache.items():
         if _same_bytes(tensor, expected[name]):
             continue
         page_size = tensor.shape[1]
         for slot in range(tensor.shape[0] * page_size):
             index = (slot // page_size, slot % page_size)
-            if not _same_bytes(tensor[index], expected[name][index]):
+            if slot not in bad_slots and not _same_bytes(tensor[index], expected[name][index]):
                 fault = "written wrongly" if slot in inputs.slots.tolist() else "not this step's, yet overwritten"
                 raise ConformanceError(f"{where}: slot {slot} of the {name} cache is {fault}")
 
@@ -119,7 +123,10 @@ def _check_cache(cache: LayerCache, expected: dict[str, torch.Tensor], inputs: S
 def _check_output(
     out: torch.Tensor, q: torch.Tensor, harness: BackendHarness, inputs: StepInputs, layer: int, where: str
 ) -> float:
-    """Live rows agree with the reference, all others are 0. Returns the largest error."""
+    """Live rows agree with the reference, all others are 0. Returns the largest error.
+
+    A row is NaN or infinite in every head in which the reference is; its other heads are not checked.
+    """
     dead = torch.ones(out.shape[0], dtype=torch.bool)
     dead[inputs.live_rows] = False
     if out[dead].count_nonzero():
@@ -133,6 +140,14 @@ def _check_output(
         rows = slice(first, first + num_tokens)
         reference = reference_attention(q[rows], *harness.history[layer][seq], spec)
         error = (out[rows].double() - reference).norm(dim=-1) / reference.norm(dim=-1)  # [rows, H]
+        bad = ~reference.isfinite().all(dim=-1)  # [rows, H]
+        wrongly_finite = (bad & out[rows].isfinite().all(dim=-1)).any(dim=-1)
+        if bool(wrongly_finite.any()):
+            token = int(wrongly_finite.to(torch.int8).argmax())
+            raise ConformanceError(
+                f"{where}: sequence {seq}, token {token} of {num_tokens} is finite, but sees a key or value that is not"
+            )
+        error[bad.any(dim=-1)] = 0.0
         if not bool((error <= tolerance).all()):
             token, head = divmod(int((-error.nan_to_num(torch.inf)).argmin()), error.shape[1])
             raise ConformanceError(

@@ -1,7 +1,7 @@
 """Attention sequence by sequence over its own tokens: prefill, chunks, mixed batches and decode outside of a graph.
 
 Owns the plan of a step made from the host mirrors. Only real tokens are gathered, so unused pages and
-slots after a sequence's end never enter the arithmetic.
+slots after a sequence's end never enter the arithmetic. A token that is not finite reaches only the rows that see it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,18 @@ class Block:
     keys: slice  # of the sequence's gathered keys
     mask: torch.Tensor | None  # [rows, keys] in the query's dtype, 0 or -inf
     causal: bool
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether some row does not see some key."""
+        return self.causal or self.mask is not None
+
+    def sees(self, marked: torch.Tensor) -> torch.Tensor:
+        """Which rows see a marked key: marked [keys] bool -> [rows] bool."""
+        if self.causal:
+            return marked.cumsum(0) > 0
+        visible = marked[None, :] if self.mask is None else marked & (self.mask == 0)
+        return visible.any(dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +111,18 @@ def run_ragged(
         # Whole pages at a time: far fewer and longer copies than token by token, and any cache strides will do.
         k = k_cache.index_select(0, sequence.pages).flatten(0, 1)[sequence.tokens]
         v = v_cache.index_select(0, sequence.pages).flatten(0, 1)[sequence.tokens]
+        if not any(block.hides_keys for block in sequence.blocks):
+            (block,) = sequence.blocks
+            out[block.rows] = attend(q[block.rows], k[block.keys], v[block.keys], plan.spec, mask=None, causal=False)
+            continue
+        # A mask does not remove a NaN: 0 * NaN is NaN. So bad keys become 0, and rows that see one become NaN.
+        bad = ~(k.isfinite() & v.isfinite()).flatten(1).all(dim=1)  # [L]
+        k, v = (x.masked_fill(bad[:, None, None], 0.0) for x in (k, v))
         for block in sequence.blocks:
-            out[block.rows] = attend(
+            result = attend(
                 q[block.rows], k[block.keys], v[block.keys], plan.spec, mask=block.mask, causal=block.causal
             )
+            out[block.rows] = result.masked_fill(block.sees(bad[block.keys])[:, None, None], torch.nan)
 
 
 def _first_visible(position: int, window: int) -> int:

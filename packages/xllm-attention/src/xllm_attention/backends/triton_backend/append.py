@@ -1,4 +1,8 @@
-"""Appends a step's keys and values to the paged cache in one kernel. Any strides; offsets in int64."""
+"""Appends a step's keys and values to the paged cache in one kernel. Any strides; offsets in int64.
+
+A value that is not finite would reach rows to which its key is masked, since 0 * NaN is NaN. So a token with such a
+value becomes a NaN key with value 0: rows that see the key are NaN, and masked scores are replaced, not multiplied.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ...triton_launch import KeyedLauncher, alignment
+from .tile import without_bad_values
 
 
 class Append:
@@ -20,7 +25,7 @@ class Append:
     ) -> None:
         """Writes k, v [>= T, K, D] at slots [T] int32 of the caches [num_pages, page_size, K, D].
 
-        Slots below 0 are skipped.
+        Slots below 0 are skipped. A head's value that is not finite becomes 0 and its key NaN, also in k and v.
         """
         num_tokens = slots.shape[0]
         if num_tokens == 0:
@@ -70,6 +75,10 @@ def append_kernel(
     k = tl.load(k_source, mask=mask, other=0.0)
     v_source = v_ptr + token * v_stride_token + head * v_stride_head + element * v_stride_dim
     v = tl.load(v_source, mask=mask, other=0.0)
+    k, v, bad = without_bad_values(k, v, 1)
+    # Prompts are attended over k and v, not over the cache.
+    tl.store(k_source, k, mask=mask & bad)
+    tl.store(v_source, v, mask=mask & bad)
     k_target = k_cache_ptr + page * k_cache_stride_page + page_slot * k_cache_stride_slot
     k_target = k_target + head * k_cache_stride_head + element * k_cache_stride_dim
     v_target = v_cache_ptr + page * v_cache_stride_page + page_slot * v_cache_stride_slot

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tile import add_tile, scores_of
+from .tile import add_tile, scores_of, without_bad_values
 from .worklist import (
     BEGIN,
     CHUNKS,
@@ -184,6 +184,7 @@ def attend_item(
                 scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, WINDOW, CAP, True, IEEE,
             )  # fmt: skip
     elif appends:
+        k_new, v_new, _ = without_bad_values(k_new, v_new, 0)
         page = slot // PAGE_SIZE
         page_slot = slot % PAGE_SIZE
         k_target = k_base + page * k_cache_stride_page + page_slot * k_cache_stride_slot + element * k_cache_stride_dim

@@ -23,6 +23,14 @@ def scores_of(products: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAP: t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def without_bad_values(k: tl.tensor, v: tl.tensor, AXIS: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(k, v, bad) with the head dim at AXIS: where a value of a head is not finite, its key is NaN and its value 0."""
+    finite = tl.abs(v.to(tl.float32)) < float("inf")  # false for NaN
+    bad = tl.min(finite.to(tl.int32), AXIS, keep_dims=True) == 0
+    return tl.where(bad, float("nan"), k), tl.where(bad, 0.0, v), bad
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def add_tile(
     acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor, q: tl.tensor, key: tl.tensor, end: tl.tensor,
     q_positions: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, pages_ptr: tl.tensor,
