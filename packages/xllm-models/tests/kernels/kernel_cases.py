@@ -178,6 +178,13 @@ def test_embedding_shard_of_more_elements_than_int32_counts(dtype: torch.dtype, 
     assert torch.equal(got.cpu(), want)
 
 
+def distinct(rows: int, columns: int, *, dtype: torch.dtype) -> torch.Tensor:
+    """Random values without equal ones in a row, of which either choice would be right."""
+    generator = torch.Generator().manual_seed(rows)
+    order = [torch.randperm(columns, generator=generator) for _ in range(rows)]
+    return (torch.stack(order) if order else torch.empty(0, columns)).to(dtype) * 0.25
+
+
 def agree_moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -201,7 +208,7 @@ def agree_moe(
 )
 def test_moe(dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, normalize: bool) -> None:
     hidden, features = 32, 20
-    x, router_logits = random(tokens, hidden, dtype=dtype), random(tokens, num_experts, dtype=dtype)
+    x, router_logits = random(tokens, hidden, dtype=dtype), distinct(tokens, num_experts, dtype=dtype)
     gate_up = random(num_experts, 2 * features, hidden, dtype=dtype, scale=0.3)
     down = random(num_experts, hidden, features, dtype=dtype, scale=0.3)
     agree_moe(x, router_logits, (gate_up, down), top_k, normalize)
@@ -210,7 +217,7 @@ def test_moe(dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, norm
 def test_moe_of_more_pairs_than_one_program_sorts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xllm_models.kernels.moe_align.MAX_PAIRS_ONE_PROGRAM", 100)
     weights = random(9, 16, 16, dtype=dtype, scale=0.3), random(9, 16, 8, dtype=dtype, scale=0.3)
-    agree_moe(random(14, 16, dtype=dtype), random(14, 9, dtype=dtype), weights, 8, False)
+    agree_moe(random(14, 16, dtype=dtype), distinct(14, 9, dtype=dtype), weights, 8, False)
 
 
 def test_moe_whose_tokens_all_choose_one_expert(dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ class Append:
     ) -> None:
         """Writes k, v [>= T, K, D] at slots [T] int32 of the caches [num_pages, page_size, K, D].
 
-        Slots below 0 are skipped. A head's value that is not finite becomes 0 and its key NaN, also in k and v.
+        Slots below 0 are skipped. An element of v that is not finite becomes 0, and that of k NaN, also in k and v.
         """
         num_tokens = slots.shape[0]
         if num_tokens == 0:
@@ -75,7 +75,7 @@ def append_kernel(
     k = tl.load(k_source, mask=mask, other=0.0)
     v_source = v_ptr + token * v_stride_token + head * v_stride_head + element * v_stride_dim
     v = tl.load(v_source, mask=mask, other=0.0)
-    k, v, bad = without_bad_values(k, v, 1)
+    k, v, bad = without_bad_values(k, v)
     # Prompts are attended over k and v, not over the cache.
     tl.store(k_source, k, mask=mask & bad)
     tl.store(v_source, v, mask=mask & bad)

@@ -184,7 +184,7 @@ def attend_item(
                 scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, WINDOW, CAP, True, IEEE,
             )  # fmt: skip
     elif appends:
-        k_new, v_new, _ = without_bad_values(k_new, v_new, 0)
+        k_new, v_new, _ = without_bad_values(k_new, v_new)
         page = slot // PAGE_SIZE
         page_slot = slot % PAGE_SIZE
         k_target = k_base + page * k_cache_stride_page + page_slot * k_cache_stride_slot + element * k_cache_stride_dim

@@ -23,10 +23,12 @@ def scores_of(products: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAP: t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def without_bad_values(k: tl.tensor, v: tl.tensor, AXIS: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(k, v, bad) with the head dim at AXIS: where a value of a head is not finite, its key is NaN and its value 0."""
-    finite = tl.abs(v.to(tl.float32)) < float("inf")  # false for NaN
-    bad = tl.min(finite.to(tl.int32), AXIS, keep_dims=True) == 0
+def without_bad_values(k: tl.tensor, v: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(k, v, bad): where an element of v is not finite, it is 0, and the element of k at the same index is NaN.
+
+    One NaN in a key makes its score NaN, so no reduction over the head is needed.
+    """
+    bad = (tl.abs(v.to(tl.float32)) < float("inf")) == 0  # also for NaN
     return tl.where(bad, float("nan"), k), tl.where(bad, 0.0, v), bad
 
 
