@@ -172,6 +172,39 @@ def test_nan_logits_leave_no_page(run: Run) -> None:
     assert outcome.parts("well")[0] == (0, 9)
 
 
+def test_nan_logits_take_pages_from_the_cache_that_others_use(run: Run) -> None:
+    """Both running requests that read a page of the sick one are computed again, and no later request hits it."""
+    sick = [*FIRST[:8], 5, 6, 7, 47]
+    requests = [(0, "first", FIRST, 9), (0, "other", OTHER, 9), (2, "sick", sick, 3), (2, "child", [*FIRST, 1], 9)]
+    outcome = run(*requests, (6, "later", [*FIRST, 2], 2), failing={"sick"}, nan_on=47)
+    assert outcome.parts("sick") == [(8, 4)]
+    # The step of the sick request is the second of both. Their tokens until then are kept.
+    assert outcome.parts("first")[:5] == [(0, 12), (12, 1), (13, 1), (0, 15), (15, 1)]
+    assert outcome.parts("child")[:2] == [(12, 1), (0, 14)]
+    assert outcome.parts("other") == [(0, 6), *((count, 1) for count in range(6, 14))]
+    assert outcome.scheduler["num_preemptions"] == 2
+    assert outcome.parts("later")[0] == (12, 1)  # of the pages that were computed again
+
+
+def test_nan_logits_take_pages_that_follow_from_the_cache(run: Run) -> None:
+    """The page after those of the sick request belongs to a request that is finished."""
+    long = [*FIRST, *range(4)]
+    outcome = run((0, "done", [*long, 3], 1), (4, "sick", [*FIRST[:8], 47], 1), (8, "again", [*long, 4], 1),
+                  failing={"sick"}, nan_on=47)  # fmt: skip
+    assert outcome.parts("sick") == [(8, 1)]
+    assert outcome.parts("again")[0] == (0, 17)
+
+
+def test_requests_computed_again_keep_their_order(run: Run) -> None:
+    """With room for two, the older of those that wait comes first."""
+    requests = [(0, "a", FIRST, 12), (0, "sick", [*FIRST[:8], 1, 47], 1), (1, "b", [*FIRST, 3], 6), (2, "c", OTHER, 4)]
+    outcome = run(*requests, failing={"sick"}, nan_on=47, max_seqs=2, max_tokens=12)
+    firsts = {
+        name: next(i for i, step in enumerate(outcome.steps) if any(p["id"] == name for p in step)) for name in "abc"
+    }
+    assert firsts["a"] < firsts["b"] < firsts["c"]
+
+
 def test_a_preempted_sequence_resumes_from_its_remaining_pages(run: Run) -> None:
     requests = (0, "old", FIRST[:8], 9), (0, "young", [2] * 7, 9)
     outcome = run(*requests, num_blocks=5)

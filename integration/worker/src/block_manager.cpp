@@ -107,6 +107,16 @@ void BlockManager::free(std::vector<int32_t>& table) { unref_all(table, /*keep=*
 
 void BlockManager::discard(std::vector<int32_t>& table) { unref_all(table, /*keep=*/false); }
 
+void BlockManager::uncache(const std::vector<int32_t>& table) {
+  if (!cache_) return;
+  for (const int32_t block : table) {
+    if (!cache_->contains(block)) continue;
+    for (const int32_t page : cache_->erase_with_descendants(block)) {
+      if (ref_count(page) == 0) free_blocks_.push_back(page);
+    }
+  }
+}
+
 PrefixCacheCounts BlockManager::prefix_cache_counts() const {
   PrefixCacheCounts counts = counts_;
   if (cache_) counts.num_cached_blocks = cache_->num_blocks();

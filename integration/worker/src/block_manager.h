@@ -45,9 +45,13 @@ class BlockManager {
   // Releases all pages of `table` and empties it. Cached pages stay cached.
   void free(std::vector<int32_t>& table);
 
-  // As free, for a failed sequence, whose keys and values may be wrong: evicts its pages that no other sequence uses
-  // and that have no child page.
+  // As free, for a sequence of a failed step, whose last pages may not be written: evicts its pages that no other
+  // sequence uses and that have no child page.
   void discard(std::vector<int32_t>& table);
+
+  // Takes the pages of `table`, and all cached pages that follow them, out of the cache: their keys and values are wrong.
+  // Sequences that use such a page must free it.
+  void uncache(const std::vector<int32_t>& table);
 
   PrefixCacheCounts prefix_cache_counts() const;
 

@@ -142,12 +142,20 @@ void Engine::step() {
   }
   const std::lock_guard lock(mutex_);
   auto token = tokens.begin();
+  std::vector<const Sequence*> not_numbers;
   for (const ScheduledSequence& scheduled : batch) {
     const bool needs_token = scheduled.needs_token();
     scheduler_.update_computed(scheduled);
     num_computed_tokens_ += scheduled.num_new;
-    if (needs_token) deliver(*scheduled.sequence, *token++);
+    if (!needs_token) continue;
+    if (token->id == StepModel::kNotANumber) {
+      not_numbers.push_back(scheduled.sequence);
+    } else {
+      deliver(*scheduled.sequence, *token);
+    }
+    ++token;
   }
+  if (!not_numbers.empty()) fail_not_numbers(not_numbers);
   write_(std::exchange(events_, {}));
 }
 
@@ -162,10 +170,6 @@ std::vector<NextToken> Engine::compute(const std::vector<ScheduledSequence>& bat
 }
 
 void Engine::deliver(Sequence& sequence, const NextToken& token) {
-  if (token.id == StepModel::kNotANumber) {
-    fail(sequence, "the logits of token " + std::to_string(sequence.num_tokens()) + " are not numbers (NaN)");
-    return;
-  }
   sequence.tokens.push_back(token.id);
   ++num_generated_tokens_;
   events_ += token_event(sequence.request.id, token);
@@ -174,6 +178,14 @@ void Engine::deliver(Sequence& sequence, const NextToken& token) {
   events_ += finished_event(sequence, reason);
   ++num_finished_;
   retire(sequence, /*has_failed=*/false);
+}
+
+void Engine::fail_not_numbers(const std::vector<const Sequence*>& sequences) {
+  // After the whole step: other sequences of the step may read the same pages.
+  scheduler_.discard_pages_of(sequences);
+  for (const Sequence* sequence : sequences) {
+    fail(*sequence, "the logits of token " + std::to_string(sequence->num_tokens()) + " are not numbers (NaN)");
+  }
 }
 
 std::string_view Engine::finish_reason(const Sequence& sequence) const {

@@ -57,6 +57,7 @@ class Engine {
   void update_queue();
   std::vector<NextToken> compute(const std::vector<ScheduledSequence>& batch);
   void deliver(Sequence& sequence, const NextToken& token);
+  void fail_not_numbers(const std::vector<const Sequence*>& sequences);
   void fail_everything(const std::string& message, Inbox& inbox);
   std::string last_events(const std::string& message, Inbox& inbox);
   void fail(const Sequence& sequence, const std::string& message);

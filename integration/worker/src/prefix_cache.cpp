@@ -63,6 +63,19 @@ void PrefixCache::erase(int32_t block) {
   page = {};
 }
 
+std::vector<int32_t> PrefixCache::erase_with_descendants(int32_t block) {
+  std::vector<int32_t> found{block};
+  for (size_t next = 0; next < found.size(); ++next) {
+    if (!has_children(found[next])) continue;
+    for (int32_t other = 0; other < static_cast<int32_t>(pages_.size()); ++other) {
+      if (at(other).is_cached && at(other).parent == found[next]) found.push_back(other);
+    }
+  }
+  std::ranges::reverse(found);
+  for (const int32_t page : found) erase(page);
+  return found;
+}
+
 void PrefixCache::set_idle(int32_t block) {
   if (!at(block).is_cached || at(block).idle) misused(block, "cannot become idle: it is idle already or not cached");
   at(block).idle = idle_.insert(idle_.end(), block);

@@ -36,6 +36,9 @@ class PrefixCache {
   // Removes a page without children.
   void erase(int32_t block);
 
+  // Removes a page and all pages below it: their keys and values depend on its tokens. Returns them, children first.
+  std::vector<int32_t> erase_with_descendants(int32_t block);
+
   void set_idle(int32_t block);
   void set_used(int32_t block);
 

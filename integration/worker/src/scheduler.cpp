@@ -2,11 +2,18 @@
 
 #include <algorithm>
 #include <span>
+#include <unordered_set>
 #include <utility>
 
 namespace xllm::worker {
 
 namespace {
+
+int64_t arrival(const std::unique_ptr<Sequence>& sequence) { return sequence->request.line; }
+
+void insert_by_arrival(auto& sequences, std::unique_ptr<Sequence> sequence) {
+  sequences.insert(std::ranges::upper_bound(sequences, arrival(sequence), {}, arrival), std::move(sequence));
+}
 
 // A prompt's last chunk of one token counts as decode too: the step is the same.
 bool is_decode(const Sequence& sequence) { return sequence.num_cached > 0 && sequence.num_pending() == 1; }
@@ -42,7 +49,7 @@ void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t b
     if (!num_cached) return;
     next.num_cached = *num_cached;
     if (!std::exchange(next.has_started, true)) ++num_started_;
-    running_.push_back(std::move(waiting_.front()));
+    insert_by_arrival(running_, std::move(waiting_.front()));
     waiting_.pop_front();
     const int64_t num_new = std::min(budget, next.num_pending());
     step.push_back({&next, num_new});
@@ -59,13 +66,15 @@ bool Scheduler::make_room_to_decode(Sequence& sequence) {
   return true;
 }
 
-void Scheduler::preempt_youngest() {
-  std::unique_ptr<Sequence> sequence = std::move(running_.back());
-  running_.pop_back();
+void Scheduler::preempt_youngest() { preempt(running_.size() - 1); }
+
+void Scheduler::preempt(size_t index) {
+  std::unique_ptr<Sequence> sequence = std::move(running_[index]);
+  running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(index));
   blocks_.free(sequence->blocks);
   // Keeps the generated tokens. After the restart, all tokens that are not cached are computed like a prompt.
   sequence->num_cached = 0;
-  waiting_.push_front(std::move(sequence));
+  insert_by_arrival(waiting_, std::move(sequence));
   ++num_preemptions_;
 }
 
@@ -73,6 +82,7 @@ std::vector<const Sequence*> Scheduler::all() const {
   std::vector<const Sequence*> sequences;
   for (const auto& sequence : running_) sequences.push_back(sequence.get());
   for (const auto& sequence : waiting_) sequences.push_back(sequence.get());
+  std::ranges::stable_sort(sequences, {}, [](const Sequence* sequence) { return sequence->request.line; });
   return sequences;
 }
 
@@ -81,6 +91,21 @@ void Scheduler::update_computed(const ScheduledSequence& part) {
   const int64_t num_before = std::exchange(sequence.num_cached, sequence.num_cached + part.num_new);
   const std::span<const int32_t> tokens = sequence.tokens;
   blocks_.cache_full_blocks(sequence.blocks, tokens.first(static_cast<size_t>(sequence.num_cached)), num_before);
+}
+
+void Scheduler::discard_pages_of(std::span<const Sequence* const> sequences) {
+  std::unordered_set<int32_t> wrong;
+  for (const Sequence* sequence : sequences) {
+    blocks_.uncache(sequence->blocks);
+    wrong.insert(sequence->blocks.begin(), sequence->blocks.end());
+  }
+  const auto is_wrong = [&](int32_t block) { return wrong.contains(block); };
+  for (size_t i = running_.size(); i-- > 0;) {
+    const Sequence* other = running_[i].get();
+    if (std::ranges::find(sequences, other) == sequences.end() && std::ranges::any_of(other->blocks, is_wrong)) {
+      preempt(i);
+    }
+  }
 }
 
 void Scheduler::remove(const Sequence& sequence, bool has_failed) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "block_manager.h"
@@ -31,6 +32,10 @@ class Scheduler {
   // sequences can read them.
   void update_computed(const ScheduledSequence& part);
 
+  // Takes the pages of these running sequences, which are wrong, out of the prefix cache. Preempts all other sequences
+  // that read one of them: their tokens are computed again.
+  void discard_pages_of(std::span<const Sequence* const> sequences);
+
   // Removes a running sequence and frees its pages. The prefix cache drops the pages of a failed sequence.
   void remove(const Sequence& sequence, bool has_failed);
 
@@ -48,12 +53,13 @@ class Scheduler {
   // when `sequence` itself was preempted.
   bool make_room_to_decode(Sequence& sequence);
   void preempt_youngest();
+  void preempt(size_t index);  // in running_
   void schedule_decodes(std::vector<ScheduledSequence>& step);
   void schedule_prompts(std::vector<ScheduledSequence>& step, int64_t budget);
 
   SchedulerLimits limits_;
   BlockManager& blocks_;
-  // Both in order of arrival. All of running_ arrived before all of waiting_.
+  // Both in order of arrival. All of running_ arrived before all of waiting_, except after discard_pages_of.
   std::vector<std::unique_ptr<Sequence>> running_;
   std::deque<std::unique_ptr<Sequence>> waiting_;
   int64_t num_preemptions_ = 0;
