@@ -20,7 +20,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from xllm_models import ModelConfig, get_model_class, load_model
-from xllm_models.config import OPTIONAL_KEYS
+from xllm_models.config import EXPERT_KEYS, OPTIONAL_KEYS
+
+PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 
 TOLERANCE = 5e-6  # of the largest logit, in fp32
 # Some random configurations amplify rounding: HF in fp32 is up to 5.2e-6 from HF in fp64 here.
@@ -298,3 +300,23 @@ def test_a_family_may_have_other_layer_types() -> None:
     assert config.layer_types == ("full_attention", "conv", "full_attention")
     with pytest.raises(ValueError, match=r"layer_types has 'conv' for layer 1, .* allowed: full_attention, sliding"):
         ModelConfig.from_dict(raw)
+
+
+def test_the_page_lists_the_families_that_read_a_key() -> None:
+    names = {
+        "Llama": "llama",
+        "Qwen2": "qwen2",
+        "Qwen3": "qwen3",
+        "Qwen3-MoE": "qwen3_moe",
+        "Mistral": "mistral",
+        "Gemma 3": "gemma3_text",
+        "Phi-3": "phi3",
+    }
+    listed: dict[str, set[str]] = {}
+    table = PAGE.read_text(encoding="utf-8").partition("## What is refused")[0]
+    for keys, families in re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE):
+        for key in re.findall(r"`(\w+)`", keys):
+            listed[key] = {names[family] for family in families.split(", ")}
+    assert set(listed) == OPTIONAL_KEYS - (set(EXPERT_KEYS) - {"num_experts"})
+    for key, found in listed.items():
+        assert found == {family for family in FAMILIES if key in (get_model_class(family).optional_keys or ())}

@@ -323,6 +323,11 @@ def test_a_sparse_text_config_gets_hf_s_defaults() -> None:
     ("model_type", "text", "message"),
     [
         ("mistral3", {"model_type": "ministral3"}, "model_type 'ministral3' of text_config .* supported: mistral"),
+        (
+            "mistral3",
+            {"model_type": "mistral", "layer_types": ["full_attention"]},
+            r"layer_types \['full_attention'\] in text_config is not supported; it must be absent",
+        ),
         ("gemma3", {"model_type": "gemma2"}, "model_type 'gemma2' of text_config .* supported: gemma3_text"),
         ("gemma3", 7, "text_config in config must be a mapping, got 7"),
     ],

@@ -1,4 +1,6 @@
-"""Mistral, after HF transformers' MistralForCausalLM: Llama with a window in every layer and no biases.
+"""Mistral, after HF transformers' MistralForCausalLM: Llama with windows and no biases.
+
+Also Ministral, whose `layer_types` name the layers with a window, and the text model of Mistral 3.
 
 T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
@@ -14,7 +16,7 @@ from torch import nn
 from xllm_attention import Attention, AttentionSpec
 
 from ..causal_lm import CausalLM
-from ..config import ModelConfig
+from ..config import TEXT_MODEL_TYPE, ModelConfig, text_config
 from ..layers import (
     GatedMLP,
     ParallelLMHead,
@@ -106,6 +108,14 @@ class MistralForCausalLM(CausalLM):
         "num_key_value_heads": 8,
         "sliding_window": 4096,
     }
+
+    @classmethod
+    def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        raw = text_config(raw)
+        # transformers loads a Mistral with layer_types as Ministral, but not one that is nested in Mistral 3.
+        if raw.get(TEXT_MODEL_TYPE) is not None and raw.get("layer_types"):
+            raise ValueError(f"layer_types {raw['layer_types']!r} in text_config is not supported; it must be absent")
+        return super().parse_config(raw)
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = MistralModel(config, tp)
