@@ -130,6 +130,41 @@ def drop_and_add_tensors(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+SICK = """
+from xllm_models.layers import VocabParallelEmbedding
+from xllm_models.models.llama import LlamaForCausalLM
+
+
+class Sick(VocabParallelEmbedding):
+    def forward(self, input_ids):
+        return super().forward(input_ids).masked_fill((input_ids == 17)[:, None], float("nan"))
+
+
+class FragileForCausalLM(LlamaForCausalLM):
+    def build(self, config, tp):
+        super().build(config, tp)
+        self.model.embed_tokens.__class__ = Sick
+"""
+
+
+def test_nan_requests_do_not_harm_those_that_share_their_prefix(
+    make_fragile: Callable[[str], tuple[Path, Path]], serve: Serve, answers: Answers
+) -> None:
+    """The hidden states of token 17 are NaN, and so are its keys and values in the cache that others hit."""
+    model, plugins = make_fragile(SICK)
+    prefix = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    clean = [request(f"clean {i}", [*prefix, 20 + i % 3, 30 + i], 5, ignore_eos=True) for i in range(24)]
+    # Longer than a step, so that others hit the pages of its first chunk before it fails.
+    sick = [request(f"sick {i}", [*prefix, 20 + i % 3, 17, *range(40 + i, 56 + i)], 5) for i in range(24)]
+    flags = f"--python_model_path={plugins}", "--block_size=4", "--max_seqs_per_batch=8", "--max_tokens_per_batch=20"
+    expected = answers(serve(model, clean, *flags))
+    assert len(expected) == 24
+    events = serve(model, [line for pair in zip(sick, clean, strict=True) for line in pair], *flags)
+    failed = {event["id"] for event in events if "error" in event}
+    assert failed == {line["id"] for line in sick}
+    assert {name: tokens for name, tokens in answers(events).items() if name not in failed} == expected
+
+
 DAMAGE = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
     "architecture": (
