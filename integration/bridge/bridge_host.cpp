@@ -1,8 +1,8 @@
 // A small host that drives the bridge through its public headers and prints what it saw, one JSON object a line.
 //
 //   bridge_host MODEL_DIR EXECUTABLE MODULE_PATH SCENARIO
-#include <xllm/executor/executor.h>
-#include <xllm/executor/python_runtime.h>
+#include <xllm_executor/executor.h>
+#include <xllm_executor/python_runtime.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -17,11 +17,11 @@
 namespace {
 
 using hosts::int32;
-using xllm::AttentionMetadata;
-using xllm::executor::PyCausalLM;
-using xllm::executor::PyExecutor;
-using xllm::executor::PythonError;
-using xllm::executor::PythonRuntime;
+using xllm_metadata::AttentionMetadata;
+using xllm_executor::PyCausalLM;
+using xllm_executor::PyExecutor;
+using xllm_executor::PythonError;
+using xllm_executor::PythonRuntime;
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -53,7 +53,7 @@ struct Step {
   at::Tensor tokens;
   at::Tensor positions;
   at::Tensor logits_indices;
-  AttentionMetadata metadata;
+  xllm_metadata::AttentionMetadata metadata;
 };
 
 // A prompt of three tokens in page 1.
@@ -97,7 +97,7 @@ void print_step(const Step& step, const at::Tensor& logits) {
                                                {"logits_indices", address(step.logits_indices)},
                                                {"logits_rows", std::to_string(logits.size(0))},
                                                {"logits_cols", std::to_string(logits.size(1))}};
-  xllm::for_each_property(step.metadata, [&]<class T>(std::string_view name, const T& value) {
+  xllm_metadata::for_each_property(step.metadata, [&]<class T>(std::string_view name, const T& value) {
     if constexpr (std::is_same_v<T, at::Tensor>) {
       fields[std::string(name)] = address(value);
     } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {

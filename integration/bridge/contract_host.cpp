@@ -13,43 +13,43 @@
 #include <vector>
 
 #include "convert.h"
-#include "xllm/executor/executor.h"
-#include "xllm/executor/python_runtime.h"
-#include "xllm/metadata/attention_metadata.h"
-#include "xllm/metadata/host_mirrors.h"
-#include "xllm/metadata/model_args.h"
+#include "xllm_executor/executor.h"
+#include "xllm_executor/python_runtime.h"
+#include "xllm_metadata/attention_metadata.h"
+#include "xllm_metadata/host_mirrors.h"
+#include "xllm_metadata/model_args.h"
 
 namespace py = pybind11;
 
 namespace {
 
 struct Inner {
-  REFLECT_PROPERTIES();
-  PROPERTY(int64_t, count) = 1;
-  PROPERTY(std::vector<std::string>, names);
+  XLLM_METADATA_REFLECT();
+  XLLM_METADATA_PROPERTY(int64_t, count) = 1;
+  XLLM_METADATA_PROPERTY(std::vector<std::string>, names);
 };
 
 struct Sample {
-  REFLECT_PROPERTIES();
-  PROPERTY(bool, flag) = false;
-  PROPERTY(int32_t, small) = 0;
-  PROPERTY(double, ratio) = 0.5;
-  PROPERTY(std::string, text);
-  PROPERTY(std::optional<int64_t>, maybe);
-  PROPERTY(Inner, inner);
-  PROPERTY(std::vector<Inner>, inners);
+  XLLM_METADATA_REFLECT();
+  XLLM_METADATA_PROPERTY(bool, flag) = false;
+  XLLM_METADATA_PROPERTY(int32_t, small) = 0;
+  XLLM_METADATA_PROPERTY(double, ratio) = 0.5;
+  XLLM_METADATA_PROPERTY(std::string, text);
+  XLLM_METADATA_PROPERTY(std::optional<int64_t>, maybe);
+  XLLM_METADATA_PROPERTY(Inner, inner);
+  XLLM_METADATA_PROPERTY(std::vector<Inner>, inners);
 };
 
 struct NotReflected {
-  PROPERTY(int, value) = 3;
+  XLLM_METADATA_PROPERTY(int, value) = 3;
 };
-static_assert(!xllm::Reflected<NotReflected>);
+static_assert(!xllm_metadata::Reflected<NotReflected>);
 
 template <class T>
 py::object round_trip(const py::object& value) {
   T target;
-  xllm::executor::from_python(value, "args", target);
-  return xllm::executor::to_python(target);
+  xllm_executor::from_python(value, "args", target);
+  return xllm_executor::to_python(target);
 }
 
 at::Tensor tensor(const py::object& values) {
@@ -59,8 +59,8 @@ at::Tensor tensor(const py::object& values) {
 
 // Completes the mirrors of a request's fields and returns what the metadata then holds.
 py::object complete(const py::dict& request) {
-  xllm::AttentionMetadata metadata;
-  xllm::for_each_property(metadata, [&]<class T>(std::string_view name, T& member) {
+  xllm_metadata::AttentionMetadata metadata;
+  xllm_metadata::for_each_property(metadata, [&]<class T>(std::string_view name, T& member) {
     const py::str key(name.data(), name.size());
     if (!request.contains(key)) {
       return;
@@ -71,9 +71,9 @@ py::object complete(const py::dict& request) {
       member = request[key].template cast<T>();
     }
   });
-  xllm::complete_host_mirrors(metadata, request["page_size"].cast<int64_t>());
+  xllm_metadata::complete_host_mirrors(metadata, request["page_size"].cast<int64_t>());
   py::dict answer;
-  xllm::for_each_property(metadata, [&]<class T>(std::string_view name, const T& member) {
+  xllm_metadata::for_each_property(metadata, [&]<class T>(std::string_view name, const T& member) {
     py::object value = py::none();
     if constexpr (std::is_same_v<T, at::Tensor>) {
       if (member.defined()) {
@@ -146,7 +146,7 @@ xllm_executor.ModelExecutor = ModelExecutor
 
 // For a model on device 2, while device 1 is current here: which device is current in each call, and here afterwards.
 py::object current_devices() {
-  using xllm::executor::PyCausalLM;
+  using xllm_executor::PyCausalLM;
   py::dict devices;
   py::dict globals;
   globals["__builtins__"] = py::module_::import("builtins");
@@ -156,7 +156,7 @@ py::object current_devices() {
   Devices::setDeviceIndex(1);
   const PyCausalLM model = PyCausalLM::load({.model_path = "none", .device = "privateuseone:2"});
   PyCausalLM::create({}, {}, "privateuseone:2").load_weights({});
-  xllm::executor::PyExecutor executor(model, {}, 1);
+  xllm_executor::PyExecutor executor(model, {}, 1);
   executor.bind_kv_caches({});
   executor.warmup();
   const at::Tensor any = at::empty({1}, at::kInt);
@@ -170,10 +170,10 @@ py::object current_devices() {
 py::object answer(const py::dict& request) {
   const auto call = request["call"].cast<std::string>();
   if (call == "model_args") {
-    return round_trip<xllm::ModelArgs>(request["value"]);
+    return round_trip<xllm_metadata::ModelArgs>(request["value"]);
   }
   if (call == "parallel_args") {
-    return round_trip<xllm::ParallelArgs>(request["value"]);
+    return round_trip<xllm_metadata::ParallelArgs>(request["value"]);
   }
   if (call == "sample") {
     return round_trip<Sample>(request["value"]);
@@ -187,7 +187,7 @@ py::object answer(const py::dict& request) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  xllm::executor::PythonRuntime::start({.executable = argc > 1 ? argv[1] : ""});
+  xllm_executor::PythonRuntime::start({.executable = argc > 1 ? argv[1] : ""});
   const py::gil_scoped_acquire gil;
   const py::module_ json = py::module_::import("json");
   for (std::string line; std::getline(std::cin, line);) {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "xllm/executor/causal_lm.h"
+#include "xllm_executor/causal_lm.h"
 
 namespace hosts {
 
@@ -17,7 +17,7 @@ inline constexpr int64_t kNumPages = 16;
 inline at::Tensor int32(const std::vector<int32_t>& values) { return at::tensor(values, at::kInt); }
 
 // [num_pages, page_size, num_kv_heads, head_dim] twice a layer, zeros.
-inline std::vector<std::vector<at::Tensor>> make_caches(const xllm::executor::PyCausalLM& model) {
+inline std::vector<std::vector<at::Tensor>> make_caches(const xllm_executor::PyCausalLM& model) {
   std::vector<std::vector<at::Tensor>> caches;
   for (const auto& shape : model.cache_shapes()) {
     const std::vector<int64_t> sizes = {kNumPages, kPageSize, shape.num_kv_heads, shape.head_dim};

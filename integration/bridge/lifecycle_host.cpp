@@ -22,8 +22,8 @@
 
 #include "lifecycle_threads.h"
 #include "small_host.h"
-#include "xllm/executor/executor.h"
-#include "xllm/executor/python_runtime.h"
+#include "xllm_executor/executor.h"
+#include "xllm_executor/python_runtime.h"
 
 namespace py = pybind11;
 
@@ -31,11 +31,11 @@ namespace {
 
 using hosts::int32;
 using hosts::SmallHost;
-using xllm::AttentionMetadata;
-using xllm::executor::PyCausalLM;
-using xllm::executor::PyExecutor;
-using xllm::executor::PythonError;
-using xllm::executor::PythonRuntime;
+using xllm_metadata::AttentionMetadata;
+using xllm_executor::PyCausalLM;
+using xllm_executor::PyExecutor;
+using xllm_executor::PythonError;
+using xllm_executor::PythonRuntime;
 
 int64_t live_objects() {
   const py::gil_scoped_acquire gil;
@@ -67,7 +67,7 @@ int flat(SmallHost& host, int count) {
 }
 
 // A state dict in C++ memory.
-class HostWeights final : public xllm::executor::StateDict {
+class HostWeights final : public xllm_executor::StateDict {
  public:
   explicit HostWeights(std::map<std::string, at::Tensor> tensors) : tensors_(std::move(tensors)) {}
   [[nodiscard]] bool has(const std::string& name) const override { return tensors_.contains(name); }
@@ -100,8 +100,8 @@ std::vector<HostWeights> read_weights(const std::string& model_path) {
 // logits by a second call. Prints the largest difference to the ordinary order.
 int compatible_order(const std::string& model_path) {
   SmallHost ordinary(model_path);
-  const xllm::ModelArgs args = PyCausalLM::load({.model_path = model_path, .dtype = "float32"}).args();
-  xllm::ParallelArgs parallel;
+  const xllm_metadata::ModelArgs args = PyCausalLM::load({.model_path = model_path, .dtype = "float32"}).args();
+  xllm_metadata::ParallelArgs parallel;
   PyCausalLM model = PyCausalLM::create(args, parallel, "cpu");
   const std::vector<HostWeights> weights = read_weights(model_path);
   model.load_weights({&weights[0], &weights[1]});
@@ -109,7 +109,7 @@ int compatible_order(const std::string& model_path) {
   executor.bind_kv_caches(hosts::make_caches(model));
   double worst = 0;
   for (int32_t length = 1; length <= 6; ++length) {
-    const AttentionMetadata metadata = hosts::decode_metadata(length);
+    const xllm_metadata::AttentionMetadata metadata = hosts::decode_metadata(length);
     const at::Tensor hidden = executor.execute(int32({length}), int32({length - 1}), metadata, std::nullopt);
     const at::Tensor logits = model.logits(hidden, int32({0}));
     worst = std::max(worst, (logits - ordinary.step(length, length)).abs().max().item<double>());
@@ -298,7 +298,7 @@ int run(const std::string& model_path, const std::string& executable, const std:
   }
   const auto handlers = signal_handlers();
   PythonRuntime::start(
-      {.executable = executable, .log_sink = scenario == "sink" ? xllm::executor::LogSink(print_record) : nullptr});
+      {.executable = executable, .log_sink = scenario == "sink" ? xllm_executor::LogSink(print_record) : nullptr});
   const Scenarios first = without_host(model_path);
   if (const auto found = first.find(scenario); found != first.end()) {
     return found->second();

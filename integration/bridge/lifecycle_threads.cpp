@@ -14,11 +14,11 @@
 #include <thread>
 #include <vector>
 
-#include "xllm/executor/python_runtime.h"
+#include "xllm_executor/python_runtime.h"
 
 namespace hosts {
 
-using xllm::executor::PythonRuntime;
+using xllm_executor::PythonRuntime;
 using Clock = std::chrono::steady_clock;
 
 int exit_during_a_step(SmallHost& host, bool from_main) {

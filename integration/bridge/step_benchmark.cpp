@@ -21,16 +21,16 @@
 #include <string>
 #include <vector>
 
-#include "xllm/executor/executor.h"
-#include "xllm/executor/python_runtime.h"
+#include "xllm_executor/executor.h"
+#include "xllm_executor/python_runtime.h"
 
 namespace py = pybind11;
 
 namespace {
 
-using xllm::AttentionMetadata;
-using xllm::executor::PyCausalLM;
-using xllm::executor::PyExecutor;
+using xllm_metadata::AttentionMetadata;
+using xllm_executor::PyCausalLM;
+using xllm_executor::PyExecutor;
 
 // The names of a real executor and a real model, so that the path through the bridge is the real one.
 constexpr const char* kTrivial = R"(
@@ -79,7 +79,7 @@ struct Step {
   at::Tensor tokens;
   at::Tensor positions;
   at::Tensor logits_indices;
-  AttentionMetadata metadata;
+  xllm_metadata::AttentionMetadata metadata;
 };
 
 at::Tensor fresh(c10::Device device = at::kCPU) {
@@ -155,7 +155,7 @@ int main(int argc, char** argv) {
   const int64_t steps = argc > 2 ? std::stoll(argv[2]) : 2000;
   const int64_t repeats = argc > 3 ? std::stoll(argv[3]) : 5;
   const c10::Device device(argc > 4 ? argv[4] : "cpu");
-  xllm::executor::PythonRuntime::start({.executable = argc > 1 ? argv[1] : ""});
+  xllm_executor::PythonRuntime::start({.executable = argc > 1 ? argv[1] : ""});
   py::object function;
   {
     const py::gil_scoped_acquire gil;

@@ -79,7 +79,8 @@ def build_host(tmp_path_factory: pytest.TempPathFactory) -> Build:
 def hosts(build_host: Build) -> Path:
     """The folder of all programs, as released."""
     return build_host(
-        *("bridge_host", "contract_host", "step_benchmark", "lifecycle_host", "lifecycle_plugin", "lifecycle_loader"),
+        *("bridge_host", "names_host", "contract_host", "step_benchmark"),
+        *("lifecycle_host", "lifecycle_plugin", "lifecycle_loader"),
         flags="-Wall -Wextra",
     )
 

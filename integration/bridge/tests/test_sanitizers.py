@@ -40,7 +40,7 @@ def made_by_us(trace: str) -> bool:
     for frame in trace.splitlines():
         if re.search(r" (Include|Modules|Objects|Parser|Python)/|libpython|libtorch_python", frame):
             return False
-        if re.search("xllm::|hosts::", frame):
+        if re.search(r"xllm_\w+::|hosts::", frame):
             return True
     return False
 

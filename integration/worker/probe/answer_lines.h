@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-namespace xllm::worker::probe {
+namespace xllm_worker::probe {
 
 // An exception becomes {"error": message}.
 inline int answer_lines(nlohmann::json (*answer)(const nlohmann::json&)) {
@@ -22,4 +22,4 @@ inline int answer_lines(nlohmann::json (*answer)(const nlohmann::json&)) {
   return 0;
 }
 
-}  // namespace xllm::worker::probe
+}  // namespace xllm_worker::probe

@@ -6,7 +6,7 @@
 #include "block_manager.h"
 #include "core_probe.h"
 
-namespace xllm::worker::probe {
+namespace xllm_worker::probe {
 
 using nlohmann::json;
 
@@ -109,4 +109,4 @@ json probe_prefixes(const json& input) {
   return results;
 }
 
-}  // namespace xllm::worker::probe
+}  // namespace xllm_worker::probe

@@ -9,7 +9,7 @@
 #include "answer_lines.h"
 #include "core_probe.h"
 
-namespace xllm::worker::probe {
+namespace xllm_worker::probe {
 
 namespace {
 
@@ -26,6 +26,6 @@ int run(const std::vector<std::string>& args) {
 
 }  // namespace
 
-}  // namespace xllm::worker::probe
+}  // namespace xllm_worker::probe
 
-int main(int argc, char** argv) { return xllm::worker::probe::run({argv + 1, argv + argc}); }
+int main(int argc, char** argv) { return xllm_worker::probe::run({argv + 1, argv + argc}); }

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace xllm::worker::probe {
+namespace xllm_worker::probe {
 
 // {"num_blocks", "block_size", "ops": [["grow", name, num_tokens] | ["release", name]]} -> the state after each op
 nlohmann::json probe_blocks(const nlohmann::json& input);
@@ -24,4 +24,4 @@ int serve(const nlohmann::json& settings);
 // Parses the options as the worker does and prints them. Returns the exit code.
 int print_options(const std::vector<std::string>& args);
 
-}  // namespace xllm::worker::probe
+}  // namespace xllm_worker::probe

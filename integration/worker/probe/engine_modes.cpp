@@ -9,7 +9,7 @@
 #include "recall_model.h"
 #include "request_reader.h"
 
-namespace xllm::worker::probe {
+namespace xllm_worker::probe {
 
 using nlohmann::json;
 
@@ -94,4 +94,4 @@ int serve(const json& settings) try {
   return 1;
 }
 
-}  // namespace xllm::worker::probe
+}  // namespace xllm_worker::probe

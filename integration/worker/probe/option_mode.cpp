@@ -4,7 +4,7 @@
 #include "options.h"
 #include "ranks/rank_config.h"
 
-namespace xllm::worker::probe {
+namespace xllm_worker::probe {
 
 using nlohmann::json;
 
@@ -42,4 +42,4 @@ int print_options(const std::vector<std::string>& args) {
   }
 }
 
-}  // namespace xllm::worker::probe
+}  // namespace xllm_worker::probe

@@ -9,7 +9,7 @@
 
 #include "step_model.h"
 
-namespace xllm::worker::probe {
+namespace xllm_worker::probe {
 
 class RecallModel : public StepModel {
  public:
@@ -68,4 +68,4 @@ class RecallModel : public StepModel {
   OnStep on_step_;
 };
 
-}  // namespace xllm::worker::probe
+}  // namespace xllm_worker::probe

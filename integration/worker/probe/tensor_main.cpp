@@ -14,7 +14,7 @@
 #include "steps_in_flight.h"
 #include "token_ids.h"
 
-namespace xllm::worker::probe {
+namespace xllm_worker::probe {
 
 using nlohmann::json;
 
@@ -46,7 +46,7 @@ json probe_batch(const json& input) {
                  {"positions", values(batch.positions)},
                  {"logits_indices", values(batch.logits_indices)}};
   bool is_aligned = true;
-  for_each_property(metadata, [&]<class T>(std::string_view name, const T& value) {
+  xllm_metadata::for_each_property(metadata, [&]<class T>(std::string_view name, const T& value) {
     if constexpr (std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>) {
       output["metadata"][std::string(name)] = values(value);
     } else {
@@ -140,6 +140,6 @@ int run(const std::string& mode) {
 
 }  // namespace
 
-}  // namespace xllm::worker::probe
+}  // namespace xllm_worker::probe
 
-int main(int argc, char** argv) { return xllm::worker::probe::run(argc > 1 ? argv[1] : ""); }
+int main(int argc, char** argv) { return xllm_worker::probe::run(argc > 1 ? argv[1] : ""); }

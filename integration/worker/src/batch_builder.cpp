@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -157,4 +157,4 @@ Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::D
   return batch;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

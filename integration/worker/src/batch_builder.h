@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <span>
 
-#include "xllm/metadata/attention_metadata.h"
+#include "xllm_metadata/attention_metadata.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
+
+using xllm_metadata::AttentionMetadata;
 
 // One sequence of a step. Both num_cached and new_tokens may be empty.
 struct BatchEntry {
@@ -31,4 +33,4 @@ struct Batch {
 // buffer only after the copy has completed. Throws std::exception for inconsistent entries.
 Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device);
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 BlockManager::BlockManager(int64_t num_blocks, int64_t block_size, bool enable_prefix_cache, PageHash hash)
     : block_size_(block_size) {
@@ -123,4 +123,4 @@ PrefixCacheCounts BlockManager::prefix_cache_counts() const {
   return counts;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -8,7 +8,7 @@
 
 #include "prefix_cache.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 struct PrefixCacheCounts {
   int64_t num_queried_tokens = 0;  // of all admitted sequences
@@ -71,4 +71,4 @@ class BlockManager {
   PrefixCacheCounts counts_;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -248,4 +248,4 @@ std::string Engine::stats(const std::string& executor) const {
                         {"num_cached_blocks", cache.num_cached_blocks}}}});
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

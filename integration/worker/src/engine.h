@@ -18,7 +18,7 @@
 #include "scheduler.h"
 #include "step_model.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 struct EngineLimits {
   SchedulerLimits scheduler;
@@ -92,4 +92,4 @@ class Engine {
   int64_t num_duplicates_ = 0;  // requests refused because their id is in use
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

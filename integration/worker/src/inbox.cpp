@@ -3,7 +3,7 @@
 #include <string>
 #include <utility>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 void Inbox::put(InputLine line) {
   {
@@ -60,4 +60,4 @@ bool Inbox::is_at_end() const {
   return is_closed_ && lines_.empty();
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

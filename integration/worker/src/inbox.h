@@ -8,7 +8,7 @@
 
 #include "protocol.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 class Inbox {
  public:
@@ -42,4 +42,4 @@ class Inbox {
   bool is_closed_ = false;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -33,4 +33,4 @@ int64_t choose_num_blocks(const WorkerOptions& options, int64_t bytes_per_token,
   return std::min({bytes / bytes_per_block, blocks_per_seq * options.max_seqs_per_batch, max_blocks});
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -13,7 +13,7 @@
 #include <string>
 #include <system_error>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -116,4 +116,4 @@ void ProtocolOutput::wait_for_room(std::chrono::steady_clock::time_point deadlin
   }
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

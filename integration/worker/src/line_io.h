@@ -9,7 +9,7 @@
 #include <string_view>
 #include <thread>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 // Starts a thread that calls `on_line` for each line, then `on_end`. Lines are numbered from 1 and passed without line
 // feed; blank lines are skipped. For a line with more than `max_bytes` bytes it calls `on_long_line` instead, as soon
@@ -61,4 +61,4 @@ class ProtocolOutput {
   int fd_;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

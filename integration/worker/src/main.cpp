@@ -19,7 +19,7 @@
 #include "request_reader.h"
 #include "stop_signals.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -108,13 +108,13 @@ void serve_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutput& 
 
   ParallelArgs parallel;
   parallel.tp_rank(config.rank).tp_size(config.size).host(config.host).port(config.port);
-  executor::GroupOptions group_options;
+  xllm_executor::GroupOptions group_options;
   group_options.backend = options.tp_backend == "auto" ? "" : options.tp_backend;
   group_options.device = loaded->device().str();
   group_options.store_prefix = config.store_prefix + "/group";
   group_options.timeout_seconds = static_cast<double>(std::max(options.tp_start_timeout, options.tp_timeout));
-  std::optional<executor::TensorParallelGroup> group =
-      with_user_messages([&] { return executor::TensorParallelGroup::join(parallel, group_options); });
+  std::optional<xllm_executor::TensorParallelGroup> group =
+      with_user_messages([&] { return xllm_executor::TensorParallelGroup::join(parallel, group_options); });
   StepExecutor executor(prepare_model(options, info, *loaded, group), info.block_size, loaded->device());
   ranks.link().set_collective_counter(native::count_collectives(group->name()));
   const auto leave_group = [&] {
@@ -187,6 +187,6 @@ int run(const std::vector<std::string>& args) {
 
 }  // namespace
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker
 
-int main(int argc, char** argv) { return xllm::worker::run({argv + 1, argv + argc}); }
+int main(int argc, char** argv) { return xllm_worker::run({argv + 1, argv + argc}); }

@@ -17,12 +17,12 @@
 #include <utility>
 
 #include "kv_cache.h"
-#include "xllm/executor/native_state.h"
-#include "xllm/executor/python_runtime.h"
-#include "xllm/metadata/attention_metadata.h"
-#include "xllm/metadata/version.h"
+#include "xllm_executor/native_state.h"
+#include "xllm_executor/python_runtime.h"
+#include "xllm_metadata/attention_metadata.h"
+#include "xllm_metadata/version.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -83,7 +83,7 @@ std::vector<std::vector<at::Tensor>> make_kv_caches(const LoadedModel& model, co
   const auto like = at::TensorOptions().dtype(model.dtype()).device(model.device());
   std::vector<std::vector<at::Tensor>> caches;
   try {
-    for (const executor::CacheShape& layer : model.cache_shapes()) {
+    for (const xllm_executor::CacheShape& layer : model.cache_shapes()) {
       const auto make = [&] {
         return at::empty({info.num_blocks, info.block_size, layer.num_kv_heads, layer.head_dim}, like);
       };
@@ -126,14 +126,14 @@ void check_checkpoint(const std::string& path) {
 
 void start_python(const WorkerOptions& options) {
   with_user_messages([&] {
-    executor::PythonRuntime::start({options.python_executable, split_path(options.python_model_path)});
+    xllm_executor::PythonRuntime::start({options.python_executable, split_path(options.python_model_path)});
   });
 }
 
 std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const RankConfig& config) {
   return with_user_messages([&] {
     share_threads(config);
-    executor::LoadOptions load;
+    xllm_executor::LoadOptions load;
     load.model_path = options.model;
     const at::Device device = resolve_device(options, config);
     // Sets the current device of the serving thread for the whole run, so that no allocation goes to another device.
@@ -150,7 +150,7 @@ std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const Rank
 
 ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& model) {
   int64_t bytes_per_token = 0;
-  for (const executor::CacheShape& shape : model.cache_shapes()) {
+  for (const xllm_executor::CacheShape& shape : model.cache_shapes()) {
     bytes_per_token += 2 * shape.num_kv_heads * shape.head_dim * static_cast<int64_t>(at::elementSize(model.dtype()));
   }
   ServerInfo info;
@@ -169,7 +169,7 @@ ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& mod
 std::unique_ptr<TensorModel> prepare_model(const WorkerOptions& options,
                                            const ServerInfo& info,
                                            LoadedModel& model,
-                                           const std::optional<executor::TensorParallelGroup>& group) {
+                                           const std::optional<xllm_executor::TensorParallelGroup>& group) {
   return with_user_messages([&] { return model.prepare(options, info, make_kv_caches(model, info), group); });
 }
 
@@ -186,21 +186,23 @@ nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, c
                            {"num_blocks", info.num_blocks},
                            {"block_size", info.block_size},
                            {"torch", TORCH_VERSION}};
-  std::string contract = std::to_string(kContractVersionMajor) + "." + std::to_string(kContractVersionMinor);
-  for_each_property_of<AttentionMetadata>([&](auto property) { contract.append(1, ' ').append(property.name); });
+  std::string contract =
+      std::to_string(xllm_metadata::kContractVersionMajor) + "." + std::to_string(xllm_metadata::kContractVersionMinor);
+  xllm_metadata::for_each_property_of<AttentionMetadata>(
+      [&](auto property) { contract.append(1, ' ').append(property.name); });
   result["step_contract"] = contract;
-  for_each_property(model.args(), [&](std::string_view name, const auto& value) {
+  xllm_metadata::for_each_property(model.args(), [&](std::string_view name, const auto& value) {
     result["config " + std::string(name)] = to_json(value);
   });
-  for (const auto& [name, digest] : with_user_messages([&] { return executor::checkpoint_digests(options.model); })) {
+  for (const auto& [name, digest] : with_user_messages([&] { return xllm_executor::checkpoint_digests(options.model); })) {
     result["weights " + name] = digest;
   }
   return result;
 }
 
-void report_python_error(const executor::PythonError& error) {
+void report_python_error(const xllm_executor::PythonError& error) {
   if (is_user_error(error.type())) throw std::runtime_error(error.message());
   std::fprintf(stderr, "%s\n", error.traceback().c_str());
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

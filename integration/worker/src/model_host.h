@@ -14,12 +14,15 @@
 #include "protocol.h"
 #include "ranks/rank_config.h"
 #include "torch_step_model.h"
-#include "xllm/executor/causal_lm.h"
-#include "xllm/executor/python_error.h"
-#include "xllm/executor/tensor_parallel.h"
-#include "xllm/metadata/model_args.h"
+#include "xllm_executor/causal_lm.h"
+#include "xllm_executor/python_error.h"
+#include "xllm_executor/tensor_parallel.h"
+#include "xllm_metadata/model_args.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
+
+using xllm_metadata::ModelArgs;
+using xllm_metadata::ParallelArgs;
 
 // A model whose weights are in memory.
 class LoadedModel {
@@ -29,14 +32,14 @@ class LoadedModel {
   virtual const ModelArgs& args() const = 0;
   virtual at::ScalarType dtype() const = 0;
   virtual at::Device device() const = 0;
-  virtual std::vector<executor::CacheShape> cache_shapes() const = 0;  // one per layer
+  virtual std::vector<xllm_executor::CacheShape> cache_shapes() const = 0;  // one per layer
 
   // Prepares the first step, warm-up included. Call once. caches: [layer] -> {k, v}. All ranks of `group` call this;
   // nullopt with one rank.
   virtual std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
                                                const ServerInfo& info,
                                                std::vector<std::vector<at::Tensor>> caches,
-                                               const std::optional<executor::TensorParallelGroup>& group) = 0;
+                                               const std::optional<xllm_executor::TensorParallelGroup>& group) = 0;
 };
 
 // Throws std::runtime_error.
@@ -49,30 +52,30 @@ ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& mod
 std::unique_ptr<TensorModel> prepare_model(const WorkerOptions& options,
                                            const ServerInfo& info,
                                            LoadedModel& model,
-                                           const std::optional<executor::TensorParallelGroup>& group);
+                                           const std::optional<xllm_executor::TensorParallelGroup>& group);
 
 // The values that must be equal on all ranks: options, model configuration, contract fields and weight digests.
 nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, const LoadedModel& model);
 
 // The Python implementation and the native one.
-std::unique_ptr<LoadedModel> load_python_model(const executor::LoadOptions& options, const ParallelArgs& parallel);
-std::unique_ptr<LoadedModel> load_native_model(const executor::LoadOptions& options, const ParallelArgs& parallel);
+std::unique_ptr<LoadedModel> load_python_model(const xllm_executor::LoadOptions& options, const ParallelArgs& parallel);
+std::unique_ptr<LoadedModel> load_native_model(const xllm_executor::LoadOptions& options, const ParallelArgs& parallel);
 
 // Runs the callable. A Python exception that explains a user error becomes a std::runtime_error with its message alone.
 // Any other one is a bug: its traceback goes to stderr, and it is rethrown.
 template <class Callable>
 auto with_user_messages(Callable&& callable);
 
-void report_python_error(const executor::PythonError& error);
+void report_python_error(const xllm_executor::PythonError& error);
 
 template <class Callable>
 auto with_user_messages(Callable&& callable) {
   try {
     return callable();
-  } catch (const executor::PythonError& error) {
+  } catch (const xllm_executor::PythonError& error) {
     report_python_error(error);
     throw;
   }
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

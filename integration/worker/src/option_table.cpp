@@ -6,7 +6,7 @@
 
 #include "strict_json.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 using nlohmann::json;
 
@@ -313,4 +313,4 @@ void read_config_file(const std::string& path, const std::set<std::string>& give
   }
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

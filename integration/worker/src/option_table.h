@@ -11,7 +11,7 @@
 
 #include "options.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 struct Option {
   using Member = std::variant<std::string WorkerOptions::*,
@@ -44,4 +44,4 @@ const Option* find_option(std::string_view name);
 // Sets every option that the JSON object in the file names and that is not in `given`. Throws OptionError.
 void read_config_file(const std::string& path, const std::set<std::string>& given, WorkerOptions& options);
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

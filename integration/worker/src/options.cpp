@@ -4,7 +4,7 @@
 
 #include "option_table.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -115,4 +115,4 @@ DeviceChoice parse_device(const WorkerOptions& options) {
   return choice;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 struct ByteSize {
   int64_t bytes = 0;
@@ -63,4 +63,4 @@ struct DeviceChoice {
 
 DeviceChoice parse_device(const WorkerOptions& options);
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

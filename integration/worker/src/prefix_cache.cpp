@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -93,4 +93,4 @@ int32_t PrefixCache::evict() {
   return block;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

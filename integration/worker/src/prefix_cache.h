@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 // The hash of a page, from its parent's hash and its own tokens. A match is confirmed by comparing parent and tokens.
 using PageHash = uint64_t (*)(uint64_t parent_hash, std::span<const int32_t> tokens);
@@ -70,4 +70,4 @@ class PrefixCache {
   std::list<int32_t> idle_;  // least recently used first
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

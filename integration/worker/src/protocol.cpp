@@ -7,7 +7,7 @@
 
 #include "strict_json.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 using nlohmann::json;
 using nlohmann::ordered_json;
@@ -196,4 +196,4 @@ std::string stats_event(const json& executor, const json& scheduler) {
   return to_line({{"event", "stats"}, {"executor", executor}, {"scheduler", scheduler}});
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -12,7 +12,7 @@
 #include "sequence.h"
 #include "step_model.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 // The limits that a request is checked against.
 struct RequestLimits {
@@ -78,4 +78,4 @@ std::string error_event(const std::optional<std::string>& id,
                         const std::string& message);
 std::string stats_event(const nlohmann::json& executor, const nlohmann::json& scheduler);
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -3,17 +3,17 @@
 #include <utility>
 
 #include "model_host.h"
-#include "xllm/executor/causal_lm.h"
-#include "xllm/executor/executor.h"
+#include "xllm_executor/causal_lm.h"
+#include "xllm_executor/executor.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
-using executor::PyCausalLM;
-using executor::PyExecutor;
+using xllm_executor::PyCausalLM;
+using xllm_executor::PyExecutor;
 
-executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool cut_collectives) {
+xllm_executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool cut_collectives) {
   return {{"python_graph_backend", options.python_graph_backend},
           {"graph_cut_collectives", cut_collectives},
           {"max_tokens_per_batch", options.max_tokens_per_batch},
@@ -26,7 +26,7 @@ class PythonTensorModel : public TensorModel {
                     const WorkerOptions& options,
                     const ServerInfo& info,
                     const std::vector<std::vector<at::Tensor>>& caches,
-                    std::optional<executor::TensorParallelGroup> group)
+                    std::optional<xllm_executor::TensorParallelGroup> group)
       : model_(std::move(model)),
         executor_(model_,
                   // No CUDA graph can hold gloo's collectives.
@@ -40,7 +40,7 @@ class PythonTensorModel : public TensorModel {
   at::Tensor execute(const Batch& batch) override {
     try {
       return executor_.execute(batch.tokens, batch.positions, batch.metadata, batch.logits_indices);
-    } catch (const executor::PythonError& error) {
+    } catch (const xllm_executor::PythonError& error) {
       std::fprintf(stderr, "%s\n", error.traceback().c_str());
       throw;
     }
@@ -53,7 +53,7 @@ class PythonTensorModel : public TensorModel {
  private:
   PyCausalLM model_;
   PyExecutor executor_;
-  std::optional<executor::TensorParallelGroup> group_;
+  std::optional<xllm_executor::TensorParallelGroup> group_;
 };
 
 class LoadedPythonModel : public LoadedModel {
@@ -63,12 +63,12 @@ class LoadedPythonModel : public LoadedModel {
   const ModelArgs& args() const override { return model_->args(); }
   at::ScalarType dtype() const override { return model_->dtype(); }
   at::Device device() const override { return model_->device(); }
-  std::vector<executor::CacheShape> cache_shapes() const override { return model_->cache_shapes(); }
+  std::vector<xllm_executor::CacheShape> cache_shapes() const override { return model_->cache_shapes(); }
 
   std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
                                        const ServerInfo& info,
                                        std::vector<std::vector<at::Tensor>> caches,
-                                       const std::optional<executor::TensorParallelGroup>& group) override {
+                                       const std::optional<xllm_executor::TensorParallelGroup>& group) override {
     PyCausalLM model = std::move(model_.value());
     model_.reset();
     return std::make_unique<PythonTensorModel>(std::move(model), options, info, caches, group);
@@ -80,8 +80,8 @@ class LoadedPythonModel : public LoadedModel {
 
 }  // namespace
 
-std::unique_ptr<LoadedModel> load_python_model(const executor::LoadOptions& options, const ParallelArgs& parallel) {
+std::unique_ptr<LoadedModel> load_python_model(const xllm_executor::LoadOptions& options, const ParallelArgs& parallel) {
   return std::make_unique<LoadedPythonModel>(PyCausalLM::load(options, parallel));
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

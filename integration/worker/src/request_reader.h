@@ -5,7 +5,7 @@
 #include "line_io.h"
 #include "protocol.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 // Starts the thread that parses the lines of `fd`. Closes the inbox at the end of the input. `inbox` must outlive it.
 inline LineReader read_requests(int fd, const RequestLimits& limits, Inbox& inbox) {
@@ -17,4 +17,4 @@ inline LineReader read_requests(int fd, const RequestLimits& limits, Inbox& inbo
       [&inbox] { inbox.close(); });
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -8,7 +8,7 @@
 #include <span>
 #include <tuple>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 std::vector<int32_t> sample_greedy(const at::Tensor& logits) {
   if (logits.size(0) == 0) return {};
@@ -51,4 +51,4 @@ LogitsSummary summarize(const at::Tensor& row) {
   return summary;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

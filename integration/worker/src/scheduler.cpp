@@ -5,7 +5,7 @@
 #include <unordered_set>
 #include <utility>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -119,4 +119,4 @@ void Scheduler::remove(const Sequence& sequence, bool has_failed) {
   running_.erase(found);
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

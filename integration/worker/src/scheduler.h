@@ -10,7 +10,7 @@
 #include "block_manager.h"
 #include "sequence.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 struct SchedulerLimits {
   int64_t max_seqs;
@@ -66,4 +66,4 @@ class Scheduler {
   int64_t num_started_ = 0;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 struct Request {
   std::string id;
@@ -45,4 +45,4 @@ struct ScheduledSequence {
   bool needs_token() const { return num_new == sequence->num_pending(); }
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

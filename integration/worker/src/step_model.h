@@ -11,7 +11,7 @@
 
 #include "sequence.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 // The ranks cannot continue: one of them has died, hangs or failed. The message names it.
 class RankFailure : public std::runtime_error {
@@ -48,4 +48,4 @@ class StepModel {
   virtual void shutdown() = 0;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

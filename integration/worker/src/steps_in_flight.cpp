@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 const Batch& StepsInFlight::hold(Batch batch) {
   // On a CPU a step is complete when its call returns.
@@ -21,4 +21,4 @@ void StepsInFlight::mark() {
   passed.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -9,7 +9,7 @@
 
 #include "batch_builder.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 class StepsInFlight {
  public:
@@ -32,4 +32,4 @@ class StepsInFlight {
   std::deque<Step> steps_;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <utility>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -65,4 +65,4 @@ void StopSignals::wait() {
   }
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

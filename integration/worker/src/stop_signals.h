@@ -6,7 +6,7 @@
 #include <string>
 #include <thread>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 // "SIGINT" or "SIGTERM".
 std::string signal_name(int number);
@@ -39,4 +39,4 @@ class StopSignals {
   std::thread thread_;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

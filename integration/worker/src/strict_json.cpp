@@ -3,7 +3,7 @@
 #include <set>
 #include <vector>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 using nlohmann::json;
 
@@ -80,4 +80,4 @@ std::string dump_json(const json& value, size_t max_length) {
   return max_length > 0 ? truncate(std::move(text), max_length) : text;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

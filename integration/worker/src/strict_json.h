@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 class JsonError : public std::runtime_error {
  public:
@@ -32,4 +32,4 @@ std::string truncate(std::string text, size_t max_length);
 // One line of JSON. Invalid UTF-8 becomes U+FFFD. max_length > 0 truncates the text for messages.
 std::string dump_json(const nlohmann::json& value, size_t max_length = 0);
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 void check_token_ids(const at::Tensor& tokens, int64_t vocab_size) {
   const std::span ids(tokens.const_data_ptr<int32_t>(), static_cast<size_t>(tokens.numel()));
@@ -16,4 +16,4 @@ void check_token_ids(const at::Tensor& tokens, int64_t vocab_size) {
                               std::to_string(vocab_size - 1));
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -7,7 +7,7 @@
 
 #include "sampler.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -75,4 +75,4 @@ std::vector<NextToken> TorchStepModel::compute(std::span<const ScheduledSequence
   }
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

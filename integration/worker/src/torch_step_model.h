@@ -12,7 +12,7 @@
 #include "step_model.h"
 #include "steps_in_flight.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 // A model with tensor inputs, in Python or C++.
 class TensorModel {
@@ -73,4 +73,4 @@ class TorchStepModel : public StepModel {
   StepRelay* relay_;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -29,11 +29,11 @@ from xllm_metadata.schema import device_tensor, scalar
 
 NAMES = [field.name for field in FIELDS]
 ALIASES = [field.alias for field in FIELDS if field.alias]
-PROPERTY = re.compile(r"^\s*PROPERTY\(([^;]+), (\w+)\)", re.MULTILINE)
+PROPERTY = re.compile(r"^\s*XLLM_METADATA_PROPERTY\(([^;]+), (\w+)\)", re.MULTILINE)
 
 
 def header_properties() -> list[tuple[str, str]]:
-    text = (Path(get_include()) / "xllm/metadata/attention_metadata.h").read_text()
+    text = (Path(get_include()) / "xllm_metadata/attention_metadata.h").read_text()
     return [(name, cpp_type) for cpp_type, name in PROPERTY.findall(text)]
 
 

@@ -12,7 +12,7 @@ from xllm_metadata import CONTRACT_VERSION, FIELDS, Field, Presence, check_contr
 from xllm_metadata.version import FieldDescription, check_version
 
 MAJOR, MINOR = CONTRACT_VERSION
-HEADER = (Path(get_include()) / "xllm/metadata/version.h").read_text()
+HEADER = (Path(get_include()) / "xllm_metadata/version.h").read_text()
 
 
 def check_agreement(fields: tuple[Field, ...], version: tuple[int, int], header: str) -> None:

@@ -13,7 +13,7 @@
 #include <limits>
 #include <map>
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
 
 namespace {
 
@@ -269,4 +269,4 @@ void append(const at::Tensor& slots, const at::Tensor& k, const at::Tensor& v, c
   cache.v.flatten(0, 1).index_copy_(0, slots, v.narrow(0, 0, num_tokens));
 }
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

@@ -9,13 +9,15 @@
 #include <utility>
 #include <vector>
 
-#include "xllm/executor/native_state.h"
-#include "xllm/metadata/attention_metadata.h"
+#include "xllm_executor/native_state.h"
+#include "xllm_metadata/attention_metadata.h"
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
+
+using xllm_metadata::AttentionMetadata;
 
 // Layers with equal shape and window share one plan per step.
-using executor::AttentionLayer;
+using xllm_executor::AttentionLayer;
 
 struct KvCache {
   at::Tensor k, v;  // [num_pages, page_size, K, D]
@@ -47,4 +49,4 @@ std::unique_ptr<AttentionPlan> plan_dense_decode(const AttentionMetadata& metada
 // Writes the first T rows of k and v [>= T, K, D] to the cache slots [T] int64.
 void append(const at::Tensor& slots, const at::Tensor& k, const at::Tensor& v, const KvCache& cache);
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

@@ -5,7 +5,7 @@
 
 #include <stdexcept>
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
 
 namespace {
 
@@ -66,4 +66,4 @@ at::Tensor Collectives::all_gather(const at::Tensor& x) {
 
 void Collectives::release() { group_.reset(); }
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

@@ -12,7 +12,7 @@ namespace c10d {
 class ProcessGroup;
 }
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
 
 // Number of calls, and bytes of this rank's inputs.
 struct Traffic {
@@ -55,4 +55,4 @@ class Collectives {
   Traffic all_gathered_;
 };
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

@@ -11,11 +11,11 @@
 
 #include "native/ops.h"
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
 
 namespace {
 
-using executor::NativeState;
+using xllm_executor::NativeState;
 
 const at::Tensor& tensor(const NativeState& state, const std::string& name) {
   const auto found = state.tensors.find(name);
@@ -171,4 +171,4 @@ at::Tensor CausalLM::compute_logits(const at::Tensor& hidden, const std::optiona
   return joined.narrow(1, 0, vocab_size_).contiguous();
 }
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

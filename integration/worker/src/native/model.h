@@ -10,9 +10,9 @@
 
 #include "native/attention.h"
 #include "native/collectives.h"
-#include "xllm/executor/native_state.h"
+#include "xllm_executor/native_state.h"
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
 
 // The attention inputs of one step.
 struct AttentionStep {
@@ -21,12 +21,12 @@ struct AttentionStep {
 };
 
 // Throws std::runtime_error for an architecture or feature that the native model does not support.
-void check_served(const executor::NativeState& state);
+void check_served(const xllm_executor::NativeState& state);
 
 // T tokens of a step, H query heads, K kv heads, D head dim (heads counted on this rank).
 class CausalLM {
  public:
-  CausalLM(executor::NativeState state, Collectives collectives);
+  CausalLM(xllm_executor::NativeState state, Collectives collectives);
 
   // tokens, positions [T] int32 -> hidden [T, hidden].
   at::Tensor forward(const at::Tensor& tokens,
@@ -57,7 +57,7 @@ class CausalLM {
     at::Tensor cos, sin;
   };
 
-  Layer make_layer(const executor::NativeState& state, size_t layer_id);
+  Layer make_layer(const xllm_executor::NativeState& state, size_t layer_id);
   at::Tensor embed(const at::Tensor& tokens);
   at::Tensor attend(const Layer& layer,
                     const at::Tensor& hidden,
@@ -75,4 +75,4 @@ class CausalLM {
   std::vector<AttentionLayer> groups_;
 };
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

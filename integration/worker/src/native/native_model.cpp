@@ -3,15 +3,15 @@
 
 #include "model_host.h"
 #include "native/runner.h"
-#include "xllm/executor/native_state.h"
+#include "xllm_executor/native_state.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
 class LoadedNativeModel : public LoadedModel {
  public:
-  LoadedNativeModel(executor::NativeState state, const ParallelArgs& parallel)
+  LoadedNativeModel(xllm_executor::NativeState state, const ParallelArgs& parallel)
       : args_(state.args), dtype_(state.dtype), device_(state.device), parallel_(parallel), state_(std::move(state)) {
     native::check_served(state_);
   }
@@ -20,16 +20,16 @@ class LoadedNativeModel : public LoadedModel {
   at::ScalarType dtype() const override { return dtype_; }
   at::Device device() const override { return device_; }
 
-  std::vector<executor::CacheShape> cache_shapes() const override {
-    std::vector<executor::CacheShape> shapes;
-    for (const executor::AttentionLayer& layer : state_.layers) shapes.push_back({layer.num_kv_heads, layer.head_dim});
+  std::vector<xllm_executor::CacheShape> cache_shapes() const override {
+    std::vector<xllm_executor::CacheShape> shapes;
+    for (const xllm_executor::AttentionLayer& layer : state_.layers) shapes.push_back({layer.num_kv_heads, layer.head_dim});
     return shapes;
   }
 
   std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
                                        const ServerInfo& info,
                                        std::vector<std::vector<at::Tensor>> caches,
-                                       const std::optional<executor::TensorParallelGroup>& group) override {
+                                       const std::optional<xllm_executor::TensorParallelGroup>& group) override {
     native::Collectives collectives;
     if (group) collectives = native::Collectives(group->name(), parallel_.tp_rank(), parallel_.tp_size());
     std::vector<native::KvCache> kv;
@@ -47,13 +47,13 @@ class LoadedNativeModel : public LoadedModel {
   at::ScalarType dtype_;
   at::Device device_;
   ParallelArgs parallel_;
-  executor::NativeState state_;
+  xllm_executor::NativeState state_;
 };
 
 }  // namespace
 
-std::unique_ptr<LoadedModel> load_native_model(const executor::LoadOptions& options, const ParallelArgs& parallel) {
-  return std::make_unique<LoadedNativeModel>(executor::load_native_state(options, parallel), parallel);
+std::unique_ptr<LoadedModel> load_native_model(const xllm_executor::LoadOptions& options, const ParallelArgs& parallel) {
+  return std::make_unique<LoadedNativeModel>(xllm_executor::load_native_state(options, parallel), parallel);
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -11,7 +11,7 @@
 #include <ATen/ops/square.h>
 #include <ATen/ops/sub.h>
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   const at::Tensor wide = x.to(at::kFloat);
@@ -58,4 +58,4 @@ std::tuple<at::Tensor, at::Tensor> rotary_angles(const at::Tensor& table,
   return {parts[0], parts[1]};
 }
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

@@ -6,7 +6,7 @@
 
 #include <tuple>
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
 
 // T rows, N features, H heads, K kv heads, D head dim, P positions of the table, R rotary features.
 
@@ -33,4 +33,4 @@ std::tuple<at::Tensor, at::Tensor> rotary_angles(const at::Tensor& table,
                                                  const at::Tensor& positions,
                                                  at::ScalarType dtype);
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

@@ -7,7 +7,7 @@
 
 #include "token_ids.h"
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
 
 namespace {
 
@@ -127,4 +127,4 @@ std::string Runner::traffic_json() {
       .dump();
 }
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

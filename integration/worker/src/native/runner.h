@@ -9,7 +9,7 @@
 #include "native/model.h"
 #include "torch_step_model.h"
 
-namespace xllm::worker::native {
+namespace xllm_worker::native {
 
 struct RunnerLimits {
   int64_t max_num_seqs;    // of one step
@@ -46,4 +46,4 @@ class Runner : public TensorModel {
   int64_t num_eager_ = 0, num_decode_ = 0, num_piecewise_ = 0;
 };
 
-}  // namespace xllm::worker::native
+}  // namespace xllm_worker::native

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <vector>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -353,4 +353,4 @@ void RankLink::fail(const std::string& message) {
   if (rank_ == 0) send_abort(message);
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

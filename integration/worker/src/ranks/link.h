@@ -19,7 +19,7 @@
 #include "ranks/socket.h"
 #include "step_model.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 enum class FrameType : uint8_t {
   kHello = 1,  // follower: its rank and the number of ranks
@@ -146,4 +146,4 @@ class RankLink {
   std::thread thread_;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <thread>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -106,4 +106,4 @@ void RankProcesses::wait(std::chrono::milliseconds limit) {
   }
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -12,7 +12,7 @@
 
 #include "ranks/rank_config.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 class RankProcesses {
  public:
@@ -44,4 +44,4 @@ class RankProcesses {
   std::map<int64_t, std::string> exited_;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

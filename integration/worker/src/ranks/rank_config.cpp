@@ -3,7 +3,7 @@
 #include <charconv>
 #include <cstdlib>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -74,4 +74,4 @@ RankConfig resolve_rank_config(const WorkerOptions& options, const Environment& 
   return config;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

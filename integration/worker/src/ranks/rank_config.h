@@ -9,7 +9,7 @@
 
 #include "options.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 struct RankConfig {
   int64_t rank = 0;
@@ -29,4 +29,4 @@ std::optional<std::string> process_environment(const char* name);
 // them is an OptionError. Without them and with --tp_size alone, this process is rank 0 and starts the others.
 RankConfig resolve_rank_config(const WorkerOptions& options, const Environment& environment);
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -6,7 +6,7 @@
 
 #include "strict_json.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -35,4 +35,4 @@ std::string describe_difference(const nlohmann::json& leader, const nlohmann::js
   return text;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

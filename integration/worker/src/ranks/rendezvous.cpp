@@ -7,7 +7,7 @@
 
 #include "strict_json.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -141,4 +141,4 @@ Socket RankGroup::connect_to_leader(const RendezvousOptions& options) {
   return socket;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -14,7 +14,7 @@ namespace c10d {
 class TCPStore;
 }
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 struct RendezvousOptions {
   std::chrono::milliseconds start_timeout{300000};  // until all ranks have connected
@@ -47,4 +47,4 @@ class RankGroup {
   std::unique_ptr<RankLink> link_;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -6,7 +6,7 @@
 #include "ranks/step_codec.h"
 #include "strict_json.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -127,4 +127,4 @@ void follow(RankGroup& ranks, StepExecutor executor, const std::function<void()>
   link.send(0, FrameType::kEnd);
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

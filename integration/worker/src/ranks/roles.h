@@ -9,7 +9,7 @@
 #include "ranks/rendezvous.h"
 #include "torch_step_model.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 // Compares the ranks' info on rank 0. Throws RankFailure on every rank when a rank differs from rank 0, or does not
 // load the model within `limit` after rank 0.
@@ -42,4 +42,4 @@ class LeaderModel : public StepModel, private StepRelay {
 // The other ranks: runs the steps that rank 0 sends, until it sends kEnd. Throws RankFailure.
 void follow(RankGroup& ranks, StepExecutor executor, const std::function<void()>& leave_group);
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -13,7 +13,7 @@
 #include <stdexcept>
 #include <thread>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -106,4 +106,4 @@ bool write_all(const Socket& socket, const std::string& bytes, std::chrono::mill
   return true;
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 using Clock = std::chrono::steady_clock;
 
@@ -38,4 +38,4 @@ Socket connect_to(const std::string& host, int64_t port, std::chrono::millisecon
 // Writes all bytes. Returns false when the peer has closed the connection or reads nothing for `limit`.
 bool write_all(const Socket& socket, const std::string& bytes, std::chrono::milliseconds limit);
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <stdexcept>
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 namespace {
 
@@ -46,4 +46,4 @@ DecodedStep::DecodedStep(std::string_view bytes) : numbers_(bytes.size() / sizeo
   }
 }
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

@@ -9,7 +9,7 @@
 
 #include "batch_builder.h"
 
-namespace xllm::worker {
+namespace xllm_worker {
 
 std::string encode_step(std::span<const BatchEntry> entries);
 
@@ -25,4 +25,4 @@ class DecodedStep {
   std::vector<BatchEntry> entries_;
 };
 
-}  // namespace xllm::worker
+}  // namespace xllm_worker

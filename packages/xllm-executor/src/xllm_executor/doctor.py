@@ -80,7 +80,7 @@ def _backends() -> Check:
 
 def _headers() -> Check:
     files = [
-        Path(get_include()) / "xllm/metadata/attention_metadata.h",
+        Path(get_include()) / "xllm_metadata/attention_metadata.h",
         Path(get_cmake_dir()) / "xllm_executor-config.cmake",
     ]
     missing = [str(file) for file in files if not file.is_file()]

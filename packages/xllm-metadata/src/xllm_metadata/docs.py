@@ -24,10 +24,10 @@ data-parallel ranks. A *page* is `page_size` consecutive KV slots; slot `s` is o
 
 {table}
 
-In C++ these are the properties of `xllm::AttentionMetadata` (`xllm/metadata/attention_metadata.h`), in this order. An
-absent field is `std::nullopt` in C++ and `None` in Python. Tensors are contiguous. A `*_host` tensor is the host
-mirror of a device tensor: it has the same values, and it is pinned when the device is CUDA. Attention backends plan
-from the mirrors, so that no step waits for the device.
+In C++ these are the properties of `xllm_metadata::AttentionMetadata` (`xllm_metadata/attention_metadata.h`), in this
+order. An absent field is `std::nullopt` in C++ and `None` in Python. Tensors are contiguous. A `*_host` tensor is the
+host mirror of a device tensor: it has the same values, and it is pinned when the device is CUDA. Attention backends
+plan from the mirrors, so that no step waits for the device.
 
 A step also has `tokens` and `positions`, both int32 [T] on the device (0 in a padded row), and `logits_indices`, int32
 or int64 [n] on the device: the rows whose logits the host wants.
@@ -87,7 +87,7 @@ pages 9 and 3.
 ## Deriving host mirrors
 
 A framework that has only the cumulative KV lengths on the host calls `complete_host_mirrors(metadata, page_size)`
-(`xllm/metadata/host_mirrors.h`). It computes the absent mirrors without touching the device, and throws when one
+(`xllm_metadata/host_mirrors.h`). It computes the absent mirrors without touching the device, and throws when one
 cannot be derived.
 
 ## Versions

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def get_include() -> str:
-    """The folder for a C++ include path; headers are `xllm/metadata/*.h`."""
+    """The folder for a C++ include path; headers are `xllm_metadata/*.h`."""
     return str(Path(__file__).parent / "include")
 
 

@@ -1,4 +1,4 @@
-#include "xllm/executor/causal_lm.h"
+#include "xllm_executor/causal_lm.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
@@ -10,7 +10,7 @@
 #include "convert.h"
 #include "state_dict_view.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace py = pybind11;
 
@@ -50,7 +50,8 @@ PyCausalLM PyCausalLM::create(const ModelArgs& args, const ParallelArgs& paralle
                                                                            : args.model_type();
     const py::object tp =
         models.attr("TensorParallel")(py::arg("rank") = parallel.tp_rank(), py::arg("size") = parallel.tp_size());
-    py::object model = models.attr("get_model_class")(name)(to_python(args), py::arg("device") = device, py::arg("tp") = tp);
+    py::object model =
+        models.attr("get_model_class")(name)(to_python(args), py::arg("device") = device, py::arg("tp") = tp);
     return PyCausalLM(Impl::make(model.attr("eval")(), parallel));
   });
 }
@@ -107,4 +108,4 @@ at::ScalarType PyCausalLM::dtype() const noexcept { return impl_->dtype; }
 c10::Device PyCausalLM::device() const noexcept { return impl_->device; }
 const std::vector<CacheShape>& PyCausalLM::cache_shapes() const noexcept { return impl_->cache_shapes; }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -2,9 +2,12 @@
 #pragma once
 
 #include "python_object.h"
-#include "xllm/executor/causal_lm.h"
+#include "xllm_executor/causal_lm.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
+
+using xllm_metadata::ModelArgs;
+using xllm_metadata::ParallelArgs;
 
 struct PyCausalLM::Impl {
   // Reads the model's configuration, dtype, device and cache shapes. Needs the GIL.
@@ -18,4 +21,4 @@ struct PyCausalLM::Impl {
   std::vector<CacheShape> cache_shapes;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -11,7 +11,7 @@
 
 extern char** environ;
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 ChildResult run_child(const std::vector<std::string>& argv) {
   std::array<int, 2> pipe_fds{};
@@ -55,4 +55,4 @@ ChildResult run_child(const std::vector<std::string>& argv) {
   return result;
 }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

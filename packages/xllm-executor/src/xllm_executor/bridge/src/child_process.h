@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 struct ChildResult {
   int exit_code = -1;  // 127: the program could not be run
@@ -14,4 +14,4 @@ struct ChildResult {
 // Runs argv[0] with the arguments, waits for it and returns its stdout; stderr is dropped.
 [[nodiscard]] ChildResult run_child(const std::vector<std::string>& argv);
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

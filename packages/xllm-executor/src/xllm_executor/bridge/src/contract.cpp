@@ -5,10 +5,10 @@
 #include <optional>
 #include <type_traits>
 
-#include "xllm/metadata/attention_metadata.h"
-#include "xllm/metadata/version.h"
+#include "xllm_metadata/attention_metadata.h"
+#include "xllm_metadata/version.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace {
 
@@ -34,11 +34,15 @@ struct Describe<std::optional<T>> : Describe<T> {
 
 }  // namespace
 
-std::pair<int, int> contract_version() { return {kContractVersionMajor, kContractVersionMinor}; }
+std::pair<int, int> contract_version() {
+  return {xllm_metadata::kContractVersionMajor, xllm_metadata::kContractVersionMinor};
+}
 
 std::vector<std::tuple<std::string, std::string, bool>> describe_contract() {
   std::vector<std::tuple<std::string, std::string, bool>> fields;
-  for_each_property_of<AttentionMetadata>([&]<class Member>(Property<Member AttentionMetadata::*> property) {
+  using xllm_metadata::AttentionMetadata;
+  using xllm_metadata::Property;
+  xllm_metadata::for_each_property_of<AttentionMetadata>([&]<class Member>(Property<Member AttentionMetadata::*> property) {
     fields.emplace_back(std::string(property.name), Describe<Member>::type_name(), Describe<Member>::optional);
   });
   return fields;
@@ -46,4 +50,4 @@ std::vector<std::tuple<std::string, std::string, bool>> describe_contract() {
 
 void* linked_torch_symbol() { return reinterpret_cast<void*>(&at::globalContext); }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

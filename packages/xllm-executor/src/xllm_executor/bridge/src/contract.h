@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 // (major, minor).
 [[nodiscard]] std::pair<int, int> contract_version();
@@ -17,4 +17,4 @@ namespace xllm::executor {
 // The address of a function in the libtorch that this program is linked with.
 [[nodiscard]] void* linked_torch_symbol();
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -10,9 +10,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "xllm/metadata/property.h"
+#include "xllm_metadata/property.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace detail {
 
@@ -39,9 +39,9 @@ template <class T>
       list.append(to_python(item));
     }
     return list;
-  } else if constexpr (Reflected<T>) {
+  } else if constexpr (xllm_metadata::Reflected<T>) {
     pybind11::dict dict;
-    for_each_property(value, [&](std::string_view name, const auto& member) {
+    xllm_metadata::for_each_property(value, [&](std::string_view name, const auto& member) {
       dict[pybind11::str(name.data(), name.size())] = to_python(member);
     });
     return dict;
@@ -96,7 +96,7 @@ void struct_from_python(pybind11::handle source, const std::string& path, T& tar
   for (const auto& item : dict) {
     unknown.insert(std::string(pybind11::str(item.first)));
   }
-  for_each_property(target, [&](std::string_view name, auto& member) {
+  xllm_metadata::for_each_property(target, [&](std::string_view name, auto& member) {
     const pybind11::str key(name.data(), name.size());
     if (dict.contains(key)) {
       from_python(dict[key], path + "." + std::string(name), member);
@@ -131,11 +131,11 @@ void from_python(pybind11::handle source, const std::string& path, T& target) {
       const std::string item_path = path + "[" + std::to_string(target.size()) + "]";
       from_python(item, item_path, target.emplace_back());
     }
-  } else if constexpr (Reflected<T>) {
+  } else if constexpr (xllm_metadata::Reflected<T>) {
     detail::struct_from_python(source, path, target);
   } else {
     detail::scalar_from_python(source, path, target);
   }
 }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -1,4 +1,4 @@
-#include "xllm/executor/executor.h"
+#include "xllm_executor/executor.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
@@ -12,7 +12,7 @@
 #include "metadata_view.h"
 #include "python_object.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace py = pybind11;
 
@@ -155,4 +155,4 @@ void PyExecutor::shutdown() {
   impl_->executor.reset();
 }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

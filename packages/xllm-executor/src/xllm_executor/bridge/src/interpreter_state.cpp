@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <thread>
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace {
 
@@ -134,4 +134,4 @@ ActiveCleanup::~ActiveCleanup() {
   }
 }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -1,7 +1,7 @@
 // Internal: tracks whether Python may be called, and counts running calls so that shutdown and exit can wait for them.
 #pragma once
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 // Allows calls into Python until stop_interpreter_state or process exit. Called once.
 void start_interpreter_state();
@@ -43,4 +43,4 @@ class ActiveCleanup {
   bool allowed_;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace py = pybind11;
 
@@ -60,7 +60,8 @@ class MemberAccessor final : public Accessor {
 
 std::vector<std::unique_ptr<Accessor>> make_accessors() {
   std::vector<std::unique_ptr<Accessor>> accessors;
-  for_each_property_of<AttentionMetadata>([&]<class Member>(Property<Member AttentionMetadata::*> property) {
+  using xllm_metadata::Property;
+  xllm_metadata::for_each_property_of<AttentionMetadata>([&]<class Member>(Property<Member AttentionMetadata::*> property) {
     const auto add = [&](std::string name) {
       accessors.push_back(std::make_unique<MemberAccessor<Member>>(std::move(name), property.member));
     };
@@ -132,4 +133,4 @@ MetadataView::MetadataView(const AttentionMetadata& metadata) {
 
 MetadataView::~MetadataView() { reinterpret_cast<ViewObject*>(object_.ptr())->metadata = nullptr; }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -3,9 +3,11 @@
 
 #include <pybind11/pybind11.h>
 
-#include "xllm/metadata/attention_metadata.h"
+#include "xllm_metadata/attention_metadata.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
+
+using xllm_metadata::AttentionMetadata;
 
 // A Python view of a step's metadata during one call. Its attributes are the properties of AttentionMetadata and
 // q_cu_seq_lens, an alias of qo_indptr. After this object is destroyed, a view that Python kept raises RuntimeError.
@@ -23,4 +25,4 @@ class MetadataView {
   pybind11::object object_;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -1,4 +1,4 @@
-#include "xllm/executor/native_state.h"
+#include "xllm_executor/native_state.h"
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Device.h>
@@ -8,7 +8,7 @@
 #include "convert.h"
 #include "python_object.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace py = pybind11;
 
@@ -65,4 +65,4 @@ std::map<std::string, std::string> checkpoint_digests(const std::string& model_p
   });
 }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -4,7 +4,7 @@
 
 #include <string>
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace py = pybind11;
 
@@ -68,4 +68,4 @@ PythonError to_python_error(const py::error_already_set& error) {
   return {std::move(type), std::move(message), std::move(traceback)};
 }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

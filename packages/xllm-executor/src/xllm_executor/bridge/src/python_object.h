@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "interpreter_state.h"
-#include "xllm/executor/python_error.h"
-#include "xllm/executor/python_runtime.h"
+#include "xllm_executor/python_error.h"
+#include "xllm_executor/python_runtime.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 // An owned reference. Its destructor takes the GIL, and leaks the object when Python may no longer be called.
 class PythonObject {
@@ -65,4 +65,4 @@ auto with_gil(Callable&& callable) {
   }
 }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -1,4 +1,4 @@
-#include "xllm/executor/python_runtime.h"
+#include "xllm_executor/python_runtime.h"
 
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
@@ -21,7 +21,7 @@
 #include "interpreter_state.h"
 #include "python_object.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace py = pybind11;
 
@@ -220,7 +220,7 @@ PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
                              g_runtime.load()->executable());
   }
   const bool join = Py_IsInitialized() != 0;
-  std::string executable = options.executable.empty() ? XLLM_PYTHON_EXECUTABLE : options.executable;
+  std::string executable = options.executable.empty() ? XLLM_EXECUTOR_PYTHON : options.executable;
   std::optional<KeepSignals> keep_signals;
   if (!join) {
     keep_signals.emplace();
@@ -274,4 +274,4 @@ void PythonRuntime::shutdown() {
 
 bool PythonRuntime::alive() noexcept { return is_alive(); }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace py = pybind11;
 
@@ -54,4 +54,4 @@ StateDictView::~StateDictView() {
   }
 }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -3,9 +3,9 @@
 
 #include <pybind11/pybind11.h>
 
-#include "xllm/executor/state_dict.h"
+#include "xllm_executor/state_dict.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 // A Python view of a state dict during one call, with has, get_tensor and keys. After this object is destroyed, a view
 // that Python kept raises RuntimeError. Construct and destroy it with the GIL held.
@@ -22,4 +22,4 @@ class StateDictView {
   pybind11::object object_;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -1,10 +1,10 @@
-#include "xllm/executor/tensor_parallel.h"
+#include "xllm_executor/tensor_parallel.h"
 
 #include <pybind11/pybind11.h>
 
 #include "python_object.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 namespace py = pybind11;
 
@@ -34,4 +34,4 @@ void TensorParallelGroup::leave() {
   with_gil([] { py::module_::import("xllm_executor.tensor_parallel").attr("leave")(); });
 }
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

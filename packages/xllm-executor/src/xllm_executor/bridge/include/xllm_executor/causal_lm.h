@@ -11,10 +11,13 @@
 #include <string>
 #include <vector>
 
-#include "xllm/executor/state_dict.h"
-#include "xllm/metadata/model_args.h"
+#include "xllm_executor/state_dict.h"
+#include "xllm_metadata/model_args.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
+
+using xllm_metadata::ModelArgs;
+using xllm_metadata::ParallelArgs;
 
 // Shape of one layer's paged KV cache: tensors k and v of [num_pages, page_size, num_kv_heads, head_dim].
 struct CacheShape {
@@ -64,4 +67,4 @@ class PyCausalLM {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

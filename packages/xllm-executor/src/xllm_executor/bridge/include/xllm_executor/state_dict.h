@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 // Named tensors. The host implements it. It is called from the loading thread, with the GIL held.
 class StateDict {
@@ -18,4 +18,4 @@ class StateDict {
   [[nodiscard]] virtual std::vector<std::string> keys() const = 0;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

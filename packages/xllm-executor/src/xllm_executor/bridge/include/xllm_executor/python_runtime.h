@@ -6,9 +6,9 @@
 #include <string_view>
 #include <vector>
 
-#include "xllm/executor/python_error.h"
+#include "xllm_executor/python_error.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 // Receives Python's log records, warnings and printed lines. `level` is Python's (10 debug, 20 info, 30 warning, 40
 // error). `logger` is the logger's name: "py.warnings" for warnings, "stdout" and "stderr" for printed lines. It is
@@ -60,4 +60,4 @@ class PythonRuntime {
   std::string version_;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

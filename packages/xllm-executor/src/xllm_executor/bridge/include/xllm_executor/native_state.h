@@ -10,10 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "xllm/executor/causal_lm.h"
-#include "xllm/metadata/model_args.h"
+#include "xllm_executor/causal_lm.h"
+#include "xllm_metadata/model_args.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
+
+using xllm_metadata::ModelArgs;
+using xllm_metadata::ParallelArgs;
 
 // One layer's attention, counted on this rank.
 struct AttentionLayer {
@@ -41,4 +44,4 @@ struct NativeState {
 // in milliseconds and is no checksum. Throws PythonError.
 [[nodiscard]] std::map<std::string, std::string> checkpoint_digests(const std::string& model_path);
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

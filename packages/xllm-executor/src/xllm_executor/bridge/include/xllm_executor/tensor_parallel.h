@@ -4,9 +4,11 @@
 
 #include <string>
 
-#include "xllm/metadata/model_args.h"
+#include "xllm_metadata/model_args.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
+
+using xllm_metadata::ParallelArgs;
 
 struct GroupOptions {
   std::string backend = {};  // "gloo", "nccl"; empty: nccl for CUDA devices, gloo for others
@@ -37,4 +39,4 @@ class TensorParallelGroup {
   std::string name_;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

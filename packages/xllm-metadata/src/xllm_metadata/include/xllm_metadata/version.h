@@ -1,9 +1,9 @@
 // Version of the step contract that these headers describe. A test compares it with Python's CONTRACT_VERSION.
 #pragma once
 
-namespace xllm {
+namespace xllm_metadata {
 
 inline constexpr int kContractVersionMajor = 1;
 inline constexpr int kContractVersionMinor = 0;
 
-}  // namespace xllm
+}  // namespace xllm_metadata

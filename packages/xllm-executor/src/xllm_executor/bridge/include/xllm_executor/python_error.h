@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace xllm::executor {
+namespace xllm_executor {
 
 // A Python exception. what() is "type: message"; traceback() is separate, for a log.
 class PythonError : public std::runtime_error {
@@ -27,4 +27,4 @@ class PythonError : public std::runtime_error {
   std::string traceback_;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

@@ -10,9 +10,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "xllm/metadata/attention_metadata.h"
+#include "xllm_metadata/attention_metadata.h"
 
-namespace xllm {
+namespace xllm_metadata {
 
 namespace detail {
 
@@ -119,4 +119,4 @@ inline void complete_host_mirrors(AttentionMetadata& metadata, int64_t page_size
   }
 }
 
-}  // namespace xllm
+}  // namespace xllm_metadata

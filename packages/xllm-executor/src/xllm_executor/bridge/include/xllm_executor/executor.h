@@ -11,10 +11,12 @@
 #include <variant>
 #include <vector>
 
-#include "xllm/executor/causal_lm.h"
-#include "xllm/metadata/attention_metadata.h"
+#include "xllm_executor/causal_lm.h"
+#include "xllm_metadata/attention_metadata.h"
 
-namespace xllm::executor {
+namespace xllm_executor {
+
+using xllm_metadata::AttentionMetadata;
 
 // Options of `xllm_executor.ExecutorConfig` by name. Python checks names, types and ranges.
 using Config = std::map<std::string, std::variant<bool, int64_t, double, std::string>>;
@@ -62,4 +64,4 @@ class PyExecutor {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace xllm::executor
+}  // namespace xllm_executor

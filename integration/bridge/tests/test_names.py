@@ -1,0 +1,47 @@
+"""The bridge's C++ names and macros are its own, so that it links with a framework whose namespace is xllm."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import xllm_executor
+import xllm_metadata
+
+HEADERS = {
+    "XLLM_METADATA_": Path(xllm_metadata.get_include()),
+    "XLLM_EXECUTOR_": Path(xllm_executor.get_cmake_dir()).parent / "bridge",
+}
+
+
+def test_a_framework_with_structs_of_the_same_names_links_and_keeps_them(
+    hosts: Path, run_program: Callable[..., subprocess.CompletedProcess[str]], small_checkpoint: Path
+) -> None:
+    result = run_program(hosts / "names_host", small_checkpoint, sys.executable)
+    assert result.returncode == 0, result.stderr
+    described = "7 Xllm a dtype that is too long for the small buffer of a string 4 4 8"
+    assert json.loads(result.stdout) == {"bridge": "llama 1", "before": described, "after": described, "own": "host"}
+
+
+def test_no_macro_and_no_namespace_lacks_the_package_prefix() -> None:
+    for prefix, folder in HEADERS.items():
+        files = [*folder.rglob("*.h"), *folder.rglob("*.cpp")]
+        assert files
+        for file in files:
+            text = file.read_text()
+            assert all(name.startswith(prefix) for name in re.findall(r"^#define (\w+)", text, re.MULTILINE)), file
+            assert set(re.findall(r"^namespace (\w+)", text, re.MULTILINE)) <= {prefix.lower().rstrip("_"), "detail"}, (
+                file
+            )
+
+
+def test_no_symbol_of_the_bridge_is_in_the_namespace_of_the_framework(hosts: Path) -> None:
+    symbols = subprocess.run(
+        ["nm", "--demangle", hosts / "libxllm_executor_bridge.a"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "xllm_executor::PyExecutor::execute" in symbols
+    assert not re.findall(r"\bxllm::\w+", symbols)
