@@ -34,9 +34,8 @@ def test_no_macro_and_no_namespace_lacks_the_package_prefix() -> None:
         for file in files:
             text = file.read_text()
             assert all(name.startswith(prefix) for name in re.findall(r"^#define (\w+)", text, re.MULTILINE)), file
-            assert set(re.findall(r"^namespace (\w+)", text, re.MULTILINE)) <= {prefix.lower().rstrip("_"), "detail"}, (
-                file
-            )
+            namespaces = set(re.findall(r"^namespace (\w+)(?:::\w+)* \{", text, re.MULTILINE))
+            assert namespaces <= {prefix.lower().rstrip("_"), "detail"}, file
 
 
 def test_no_symbol_of_the_bridge_is_in_the_namespace_of_the_framework(hosts: Path) -> None:
