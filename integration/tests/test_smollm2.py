@@ -58,10 +58,20 @@ def test_tokens_equal_transformers(
 
 
 @pytest.mark.slow
-def test_the_text_front_answers(smollm2: Path, worker_path: Path) -> None:
-    command = [sys.executable, "-m", "xllm_text", "--worker", worker_path, "--model", smollm2]
+@pytest.mark.parametrize(
+    ("arguments", "answer", "notes"),
+    [
+        (["What is the capital of France?"], "The capital of France is Paris.\n", "8 tokens, the first after"),
+        (["--raw", "--max-tokens", "8", TEXTS[0]], " Paris", "the answer is cut: it reached --max-tokens 8\n8 tokens"),
+        (["--raw", "What is the capital of France?"], "\n", "the answer is empty\n1 tokens"),
+    ],
+    ids=["chat", "raw and cut", "raw and empty"],
+)
+def test_the_text_front_answers(
+    smollm2: Path, worker_path: Path, arguments: list[str], answer: str, notes: str
+) -> None:
     result = subprocess.run(
-        [*command, "--max-tokens", "8", TEXTS[0]],
+        [sys.executable, "-m", "xllm_text", "--worker", worker_path, "--model", smollm2, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -69,5 +79,5 @@ def test_the_text_front_answers(smollm2: Path, worker_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FRONT)},
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(" Paris")
-    assert "8 tokens, the first after" in result.stderr
+    assert result.stdout.startswith(answer)
+    assert notes in result.stderr

@@ -132,13 +132,40 @@ def test_chat_template_as_transformers_renders_it(byte_level: Tokenizer, tmp_pat
     assert render_chat(tmp_path, "hi") == expected
 
 
-def test_chat_without_a_template_or_with_one_that_refuses(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        "{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}",
+        "{% if tools is not none %}tools{% endif %}{{ messages[0].content }}",
+        "{{ strftime_now('%Y') }} {{ messages[0].content }}",
+    ],
+)
+def test_chat_templates_have_what_transformers_gives_them(byte_level: Tokenizer, tmp_path: Path, template: str) -> None:
     from xllm_text.chat import render_chat
 
-    with pytest.raises(ValueError, match="has no chat template; leave out --chat"):
-        render_chat(tmp_path, "hi")
+    message = "<b> & 'ü'"
+    expected = PreTrainedTokenizerFast(tokenizer_object=byte_level).apply_chat_template(
+        [{"role": "user", "content": message}], chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    several = [{"name": "tool_use", "template": "wrong"}, {"name": "default", "template": template}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert render_chat(tmp_path, message) == expected
+
+
+@pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": [{"name": "x", "template": "y"}]}])
+def test_a_checkpoint_without_a_chat_template(tmp_path: Path, config: dict[str, object]) -> None:
+    from xllm_text.chat import render_chat
+
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert render_chat(tmp_path, "hi") is None
+
+
+def test_a_chat_template_that_refuses(tmp_path: Path) -> None:
+    from xllm_text.chat import render_chat
+
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
-    with pytest.raises(ValueError, match="fails: no system message"):
+    with pytest.raises(ValueError, match="fails: no system message; --raw leaves it out"):
         render_chat(tmp_path, "hi")
 
 
@@ -196,7 +223,7 @@ DEEP = '{"a":' * 100_000
 )
 def test_broken_files_of_a_checkpoint(model_dir: Path, name: str, text: str | bytes, message: str) -> None:
     (model_dir / name).write_bytes(text.encode() if isinstance(text, str) else text)
-    result = run_front("--worker", "w", "--model", model_dir, "--chat", "hi")
+    result = run_front("--worker", "w", "--model", model_dir, "hi")
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
@@ -261,7 +288,10 @@ def test_the_front_ends_quietly_when_nobody_reads_on(model_dir: Path, byte_level
         front.stdout.close()
         if not with_stderr:
             assert front.stderr is not None
-            assert front.stderr.read() == b"loading the model ...\nllama, float32 on cpu\n"
+            assert front.stderr.read() == (
+                b"the model has no chat template; it continues the prompt\n"
+                b"loading the model ...\nllama, float32 on cpu\n"
+            )
     assert front.returncode == 141
 
 

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from .cli import main
 
-sys.exit(main(sys.argv[1:]))
+def run() -> int:
+    try:
+        from .cli import main  # takes long enough to be interrupted
+    except KeyboardInterrupt:
+        return 130
+    return main(sys.argv[1:])
+
+
+sys.exit(run())

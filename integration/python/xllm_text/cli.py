@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from .chat import render_chat
 from .detokenizer import IncrementalDetokenizer
 from .fetch import DEFAULT_DIR, FetchError, fetch
+from .streams import discard_output, open_closed_descriptors, write_error
+from .tokenizer import TextTokenizer
 from .worker import Worker, WorkerError
 
 _INTERRUPTED = 130
@@ -25,18 +25,24 @@ def main(args: Sequence[str]) -> int:
 
     0 success, 1 failure, 2 wrong arguments, 130 interrupted, 141 stdout was closed.
     """
+    if not open_closed_descriptors():
+        write_error("stdout is closed")
+        return 1
     try:
-        if args and args[0] == "fetch":
-            options = _fetch_parser().parse_args(args[1:])
-            sys.stdout.write(f"{fetch(options.out)}\n")
-        else:
-            _answer(_answer_parser().parse_args(args))
-        sys.stdout.flush()
+        try:
+            _run(args)
+        finally:
+            sys.stdout.flush()  # argparse leaves with a SystemExit and the help in the buffer
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
         return _NO_READER
+    except OSError as error:
+        name = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        write_error(f"{name}{error.strerror or error}")
+        discard_output()  # what cannot be written stays in the buffer
+        return 1
     except (FetchError, WorkerError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        write_error(str(error))
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
@@ -44,12 +50,12 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
-def _discard_output() -> None:
-    """Redirects stdout and stderr to /dev/null: else the interpreter fails to flush their buffers when it exits."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):  # often the same pipe
-        os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+def _run(args: Sequence[str]) -> None:
+    if args and args[0] == "fetch":
+        path = fetch(_fetch_parser().parse_args(args[1:]).out)
+        sys.stdout.buffer.write(os.fsencode(path) + b"\n")  # a path need not be text
+    else:
+        _answer(_answer_parser().parse_args(args))
 
 
 def _fetch_parser() -> argparse.ArgumentParser:
@@ -64,9 +70,9 @@ def _fetch_parser() -> argparse.ArgumentParser:
 def _answer_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xllm_text",
-        description="Let a model continue a prompt. `python -m xllm_text fetch` fetches a model to try.",
+        description="Let a model answer a prompt. `python -m xllm_text fetch` fetches a model to try.",
     )
-    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument("prompt", help="a user's message; with --raw, the text to continue")
     parser.add_argument(
         "--worker",
         default=os.environ.get("XLLM_WORKER"),
@@ -74,7 +80,7 @@ def _answer_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory with tokenizer.json")
     parser.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: %(default)s)")
-    parser.add_argument("--chat", action="store_true", help="format the prompt with the model's chat template")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt, without the model's chat template")
     parser.add_argument(
         "--worker-flag",
         action="append",
@@ -98,11 +104,8 @@ def _positive(text: str) -> int:
 def _answer(options: argparse.Namespace) -> None:
     if not options.worker:
         raise ValueError("no worker: pass --worker or set XLLM_WORKER to the xllm_worker program")
-    tokenizer = _load_tokenizer(options.model)
-    text = render_chat(options.model, options.prompt) if options.chat else options.prompt
-    prompt_ids = tokenizer.encode(text, add_special_tokens=not options.chat).ids
-    if not prompt_ids:
-        raise ValueError("the prompt is empty")
+    tokenizer = TextTokenizer(options.model)
+    prompt_ids = _encode(tokenizer, options)
     sys.stderr.write("loading the model ...\n")
     with Worker([options.worker, f"--model={options.model}", *options.worker_flag]) as worker:
         info = worker.ready()
@@ -110,27 +113,50 @@ def _answer(options: argparse.Namespace) -> None:
         _stream(worker, tokenizer, prompt_ids, options.max_tokens)
 
 
-def _load_tokenizer(model_dir: Path) -> Tokenizer:
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"{model_dir} has no tokenizer.json")
+def _encode(tokenizer: TextTokenizer, options: argparse.Namespace) -> list[int]:
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        options.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("the prompt is not valid UTF-8") from error
+    if not options.prompt:
+        raise ValueError("the prompt is empty")
+    chat = None if options.raw else render_chat(options.model, options.prompt)
+    if chat is None and not options.raw:
+        sys.stderr.write("the model has no chat template; it continues the prompt\n")
+    # The template's text has the special tokens already.
+    ids = tokenizer.encode(options.prompt if chat is None else chat, add_special_tokens=chat is None)
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+    return ids
 
 
-def _stream(worker: Worker, tokenizer: Tokenizer, prompt_ids: list[int], max_tokens: int) -> None:
+def _stream(worker: Worker, tokenizer: TextTokenizer, prompt_ids: list[int], max_tokens: int) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
     begin = time.perf_counter()
     times = []
-    for token in worker.generate(prompt_ids, max_tokens):
+    has_text = False
+
+    def write(token: int) -> None:
+        nonlocal has_text
         times.append(time.perf_counter())
-        sys.stdout.write(detokenizer.push(token))
+        text = detokenizer.push(token)
+        has_text = has_text or bool(text.strip())
+        sys.stdout.write(text)
         sys.stdout.flush()
-    sys.stdout.write(detokenizer.flush() + "\n")
+
+    finish_reason = worker.generate(prompt_ids, max_tokens, write)
+    rest = detokenizer.flush()
+    sys.stdout.write(rest + "\n")
     sys.stdout.flush()
-    sys.stderr.write(f"{_speed(begin, times)}\n")
+    if finish_reason == "length":
+        reached = (
+            f"--max-tokens {max_tokens}" if len(times) >= max_tokens else "the largest length that the worker serves"
+        )
+        sys.stderr.write(f"the answer is cut: it reached {reached}\n")
+    if not has_text and not rest.strip():
+        sys.stderr.write("the answer is empty\n")
+    if times:
+        sys.stderr.write(f"{_speed(begin, times)}\n")
 
 
 def _speed(begin: float, times: Sequence[float]) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from tokenizers import Tokenizer
+from typing import Protocol
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _NUM_CONTEXT = 6
+
+
+class Decoder(Protocol):
+    """Decodes tokens, for example `tokenizers.Tokenizer`."""
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """The text of tokens; special tokens have none."""
 
 
 class IncrementalDetokenizer:
@@ -18,7 +24,7 @@ class IncrementalDetokenizer:
     all tokens. Special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Decoder, prompt_ids: Sequence[int]) -> None:
         """`prompt_ids`: the tokens that the answer continues; the last few are context for its first token."""
         self._tokenizer = tokenizer
         self._ids = list(prompt_ids[-_NUM_CONTEXT:])

@@ -41,9 +41,11 @@ def fetch(out: Path = DEFAULT_DIR) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temp_dir:
         temp = Path(temp_dir)
-        gguf = _unpack(_download(temp), temp)
         checkpoint = temp / "checkpoint"
-        _convert(gguf, checkpoint)
+        try:
+            _convert(_unpack(_download(temp), temp), checkpoint)
+        except (ImportError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+            raise FetchError(str(error)) from error
         try:
             checkpoint.rename(out)
         except OSError:

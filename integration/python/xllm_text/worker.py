@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 _MAX_LINE = 1 << 24  # characters of an event; the longest are stats
 _MAX_SHOWN = 80
+_END_TIMEOUT = 10.0  # seconds for the process to end after its pipes are closed
 
 
 class WorkerError(RuntimeError):
@@ -36,8 +38,11 @@ class Worker:
         self._output = self._process.stdout
 
     def ready(self) -> dict[str, Any]:
-        """Waits until the model is loaded; returns the info of its `ready` event."""
-        return self.read_event()
+        """Waits until the model is loaded; returns its `ready` event, which has `model_type`, `dtype` and `device`."""
+        event = self.read_event()
+        if event.get("event") != "ready" or not {"model_type", "dtype", "device"} <= event.keys():
+            raise _unknown(event)
+        return event
 
     def send(self, message: Mapping[str, object]) -> None:
         """Sends one request or command."""
@@ -63,8 +68,11 @@ class Worker:
             raise WorkerError(f"the worker wrote a line that is no event: {_shown(line)}")
         return event
 
-    def generate(self, token_ids: Sequence[int], max_tokens: int) -> Iterator[int]:
-        """Runs one request and yields its tokens as they arrive. Raises `WorkerError` when it is refused."""
+    def generate(self, token_ids: Sequence[int], max_tokens: int, deliver: Callable[[int], None]) -> str:
+        """Runs one request, passes each token to `deliver` as it arrives, and returns the finish reason.
+
+        Raises `WorkerError` when the request is refused.
+        """
         self.send({"id": "0", "token_ids": list(token_ids), "max_tokens": max_tokens})
         while not (event := self.read_event()).get("finished"):
             try:
@@ -72,8 +80,10 @@ class Worker:
                     raise WorkerError(event["error"]["message"])
                 tokens = [int(token) for token in event["token_ids"]]
             except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise WorkerError(f"the worker wrote an unknown event: {_shown(json.dumps(event))}") from error
-            yield from tokens
+                raise _unknown(event) from error
+            for token in tokens:
+                deliver(token)
+        return str(event.get("finish_reason"))
 
     def close(self) -> int:
         """Closes the input, waits until all requests are finished, and returns the exit code."""
@@ -82,7 +92,13 @@ class Worker:
         return self._process.returncode
 
     def _gone(self) -> WorkerError:
-        return WorkerError(f"the worker ended with exit code {self._process.wait()}")
+        try:
+            code = self._process.wait(_END_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return WorkerError("the worker closed its stdin or stdout")
+        if code < 0:
+            return WorkerError(f"the worker was ended by {signal.Signals(-code).name}")
+        return WorkerError(f"the worker ended with exit code {code}")
 
     def __enter__(self) -> Worker:
         return self
@@ -93,6 +109,10 @@ class Worker:
         if kind is not None:
             self._process.kill()
         self.close()
+
+
+def _unknown(event: Mapping[str, object]) -> WorkerError:
+    return WorkerError(f"the worker wrote an unknown event: {_shown(json.dumps(event))}")
 
 
 def _shown(line: str) -> str:
