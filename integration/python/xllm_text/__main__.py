@@ -8,9 +8,10 @@ import sys
 def run() -> int:
     try:
         from .cli import main  # takes long enough to be interrupted
-    except KeyboardInterrupt:
+
+        return main(sys.argv[1:])
+    except KeyboardInterrupt:  # before main handles signals
         return 130
-    return main(sys.argv[1:])
 
 
 sys.exit(run())

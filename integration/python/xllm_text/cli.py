@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -12,25 +13,25 @@ from pathlib import Path
 from .chat import render_chat
 from .detokenizer import IncrementalDetokenizer
 from .fetch import DEFAULT_DIR, FetchError, fetch
+from .stop_signals import Stopped, StopSignals
 from .streams import discard_output, open_closed_descriptors, write_error
 from .tokenizer import TextTokenizer
 from .worker import Worker, WorkerError
 
-_INTERRUPTED = 130
 _NO_READER = 141  # exit code that a shell reports for SIGPIPE
 
 
 def main(args: Sequence[str]) -> int:
     """Runs one command and returns its exit code.
 
-    0 success, 1 failure, 2 wrong arguments, 130 interrupted, 141 stdout was closed.
+    0 success, 1 failure, 2 wrong arguments, 141 stdout was closed, 128 + number for SIGINT, SIGTERM or SIGHUP.
     """
     if not open_closed_descriptors():
         write_error("stdout is closed")
         return 1
     try:
         try:
-            _run(args)
+            _run(args, StopSignals())
         finally:
             sys.stdout.flush()  # argparse leaves with a SystemExit and the help in the buffer
     except BrokenPipeError:
@@ -44,18 +45,18 @@ def main(args: Sequence[str]) -> int:
     except (FetchError, WorkerError, ValueError) as error:
         write_error(str(error))
         return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        return _INTERRUPTED
+    except Stopped as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return 128 + stopped.number
     return 0
 
 
-def _run(args: Sequence[str]) -> None:
+def _run(args: Sequence[str], signals: StopSignals) -> None:
     if args and args[0] == "fetch":
         path = fetch(_fetch_parser().parse_args(args[1:]).out)
         sys.stdout.buffer.write(os.fsencode(path) + b"\n")  # a path need not be text
     else:
-        _answer(_answer_parser().parse_args(args))
+        _answer(_answer_parser().parse_args(args), signals)
 
 
 def _fetch_parser() -> argparse.ArgumentParser:
@@ -101,13 +102,16 @@ def _positive(text: str) -> int:
     return number
 
 
-def _answer(options: argparse.Namespace) -> None:
+def _answer(options: argparse.Namespace, signals: StopSignals) -> None:
     if not options.worker:
         raise ValueError("no worker: pass --worker or set XLLM_WORKER to the xllm_worker program")
     tokenizer = TextTokenizer(options.model)
     prompt_ids = _encode(tokenizer, options)
     sys.stderr.write("loading the model ...\n")
-    with Worker([options.worker, f"--model={options.model}", *options.worker_flag]) as worker:
+    with contextlib.ExitStack() as stack:
+        with signals.deferred():
+            command = [options.worker, f"--model={options.model}", *options.worker_flag]
+            worker = stack.enter_context(Worker(command))
         info = worker.ready()
         sys.stderr.write(f"{info['model_type']}, {info['dtype']} on {info['device']}\n")
         _stream(worker, tokenizer, prompt_ids, options.max_tokens)

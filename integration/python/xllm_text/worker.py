@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 _MAX_LINE = 1 << 24  # characters of an event; the longest are stats
 _MAX_SHOWN = 80
+_STOP_TIMEOUT = 4.0  # seconds after SIGTERM; the worker needs up to 2
 _END_TIMEOUT = 10.0  # seconds for the process to end after its pipes are closed
 
 
@@ -21,7 +23,8 @@ class WorkerError(RuntimeError):
 class Worker:
     """An `xllm_worker` process. It shares this process's stderr.
 
-    Use it as a context manager: on exit the worker finishes its requests and ends. After an exception it is killed.
+    Use it as a context manager: on exit the worker finishes its requests and ends. After an exception it gets SIGTERM,
+    and SIGKILL when it runs on.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -106,9 +109,24 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._process.kill()
-        self.close()
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Ends the process if it runs, and closes the pipes."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        with contextlib.suppress(BrokenPipeError):  # a request that the worker did not read
+            self._input.close()
+        self._output.close()
 
 
 def _unknown(event: Mapping[str, object]) -> WorkerError:
