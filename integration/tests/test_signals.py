@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the worker ends within two seconds and reports every unfinished request."""
+"""SIGINT, SIGTERM and SIGHUP: the worker ends within two seconds and reports every unfinished request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import array
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import termios
@@ -41,11 +42,12 @@ def start(worker_path: Path, llama: Path) -> Iterator[Start]:
     """`start(*flags, model=...)`: starts a worker with pipes. Kills it at the end of the test if it still runs."""
     workers: list[subprocess.Popen[str]] = []
 
-    def start_worker(*flags: str, model: Path = llama) -> subprocess.Popen[str]:
+    def start_worker(*flags: str, model: Path = llama, hangup: Any = signal.SIG_DFL) -> subprocess.Popen[str]:
         worker = subprocess.Popen(
             [str(worker_path), f"--model={model}", "--device=cpu", "--dtype=float32", *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),  # the tests may run under nohup
         )  # fmt: skip
         workers.append(worker)
         return worker
@@ -87,7 +89,7 @@ def stop(worker: subprocess.Popen[str], number: signal.Signals) -> list[dict[str
     return [json.loads(line) for line in worker.stdout.read().splitlines()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_requests_in_flight_are_reported_three_times(start: Start, number: signal.Signals) -> None:
     for _ in range(3):
         worker = start("--max_seqs_per_batch=2")
@@ -108,6 +110,42 @@ def test_an_idle_worker_ends_at_once(start: Start) -> None:
     worker = start()
     read_until(worker, lambda event: event.get("event") == "ready")
     assert stop(worker, signal.SIGTERM) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_loading_worker_ends_at_once(start: Start, number: signal.Signals) -> None:
+    worker = start()
+    wait_for_main(worker)
+    time.sleep(0.3)
+    assert stop(worker, number) == []
+    assert worker.stderr is not None
+    assert f"stopped by {number.name}" in worker.stderr.read()
+
+
+def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(start: Start) -> None:
+    """As under nohup: while it loads, between requests and with a request in flight."""
+    worker = start(hangup=signal.SIG_IGN)
+    wait_for_main(worker)
+    worker.send_signal(signal.SIGHUP)
+    read_until(worker, lambda event: event.get("event") == "ready")
+    worker.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    send(worker, {"id": "a", "token_ids": [5], "max_tokens": 100, "ignore_eos": True})
+    read_until(worker, lambda event: event.get("id") == "a")
+    worker.send_signal(signal.SIGHUP)
+    output, _ = worker.communicate(timeout=60)
+    assert worker.returncode == 0
+    assert '"completion_tokens":100' in output
+    assert "error" not in output
+
+
+def test_a_quit_signal_keeps_its_default(start: Start) -> None:
+    """It ends the process at once with a core dump, for debugging."""
+    worker = start()
+    resource.prlimit(worker.pid, resource.RLIMIT_CORE, (0, 0))
+    read_until(worker, lambda event: event.get("event") == "ready")
+    worker.send_signal(signal.SIGQUIT)
+    assert worker.wait(timeout=30) == -signal.SIGQUIT
 
 
 def test_a_long_step_reports_waiting_requests_too(start_slow: Start) -> None:
@@ -168,15 +206,6 @@ def wait_for_main(worker: subprocess.Popen[str]) -> None:
     while not int(status.read_text().split("SigBlk:")[1].split()[0], 16) >> (signal.SIGINT - 1) & 1:
         assert worker.poll() is None
         time.sleep(0.01)
-
-
-def test_a_loading_worker_ends_at_once(start: Start) -> None:
-    worker = start()
-    wait_for_main(worker)
-    time.sleep(0.3)
-    assert stop(worker, signal.SIGINT) == []
-    assert worker.stderr is not None
-    assert "stopped by SIGINT" in worker.stderr.read()
 
 
 def test_the_end_of_input_is_not_a_stop(start: Start) -> None:

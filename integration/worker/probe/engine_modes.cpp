@@ -1,5 +1,3 @@
-#include <unistd.h>
-
 #include <chrono>
 #include <iostream>
 #include <thread>
@@ -7,7 +5,7 @@
 #include "core_probe.h"
 #include "engine.h"
 #include "recall_model.h"
-#include "request_reader.h"
+#include "serving.h"
 
 namespace xllm_worker::probe {
 
@@ -78,19 +76,27 @@ json probe_schedule(const json& input) {
 }
 
 int serve(const json& settings) try {
+  open_standard_descriptors();
+  StopSignals signals;
   const auto delay = std::chrono::milliseconds(settings.value("step_ms", 0));
   Setup setup(settings, [delay](auto) { std::this_thread::sleep_for(delay); });
+  WorkerOptions options;
+  options.max_seqs_per_batch = setup.limits.scheduler.max_seqs;
+  options.max_tokens_per_batch = setup.limits.scheduler.max_tokens;
+  options.max_queued_requests = settings.value("max_queued_requests", 4096);
+  options.enable_prefix_cache = settings.value("enable_prefix_cache", false);
+  ServerInfo info;
+  info.vocab_size = setup.request_limits.vocab_size;
+  info.max_model_len = setup.limits.max_model_len;
+  info.num_blocks = setup.blocks.num_blocks();
+  info.block_size = setup.blocks.block_size();
+  info.eos_token_ids = setup.limits.eos_token_ids;
   ProtocolOutput output;
   std::cout << "a library prints to stdout" << std::endl;
-  Inbox inbox(settings.value("max_queued_requests", 4096));
-  const auto write = [&](std::string_view text) { output.write(text); };
-  const auto log = [](const std::string& message) { std::cerr << message << "\n"; };
-  Engine engine(setup.model, setup.blocks, setup.limits, write, log);
-  const LineReader reader = read_requests(STDIN_FILENO, setup.request_limits, inbox);
-  engine.run(inbox);
-  return 0;
+  xllm_worker::serve(options, info, setup.model, output, signals);
+  return signals.received() == 0 ? 0 : 128 + signals.received();
 } catch (const std::exception& error) {
-  std::cerr << "error: " << error.what() << "\n";
+  write_log(std::string("error: ") + error.what());
   return 1;
 }
 

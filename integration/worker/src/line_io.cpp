@@ -6,9 +6,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <climits>
 #include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -17,7 +21,46 @@ namespace xllm_worker {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 [[noreturn]] void throw_errno(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
+
+// Waits until `fd` can be written. Throws at the deadline; waits without end if there is none.
+void wait_for_room(int fd, const char* name, std::optional<Clock::time_point> deadline) {
+  while (true) {
+    int left = -1;
+    if (deadline) {
+      const auto time = std::chrono::duration_cast<std::chrono::milliseconds>(*deadline - Clock::now());
+      left = std::max(0, static_cast<int>(time.count()));
+    }
+    pollfd room{fd, POLLOUT, 0};
+    const int num_ready = poll(&room, 1, left);
+    if (num_ready > 0) return;
+    if (num_ready == 0) throw std::runtime_error(std::string(name) + ": the reader does not read");
+    if (errno != EINTR) throw_errno(name);
+  }
+}
+
+// Writes all of `text`. The descriptor may be non-blocking: another process can set that at any time.
+void write_all(int fd, const char* name, std::string_view text, std::optional<std::chrono::milliseconds> limit) {
+  std::optional<Clock::time_point> deadline;
+  if (limit) deadline = Clock::now() + *limit;
+  while (!text.empty()) {
+    size_t size = text.size();
+    if (deadline) {
+      wait_for_room(fd, name, deadline);
+      size = std::min<size_t>(size, PIPE_BUF);  // poll() guarantees that much space in a pipe
+    }
+    const ssize_t num_written = ::write(fd, text.data(), size);
+    if (num_written >= 0) {
+      text.remove_prefix(static_cast<size_t>(num_written));
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      wait_for_room(fd, name, deadline);
+    } else if (errno != EINTR) {
+      throw_errno(name);
+    }
+  }
+}
 
 bool is_blank(std::string_view line) { return line.find_first_not_of(" \t\r") == std::string_view::npos; }
 
@@ -46,7 +89,9 @@ void LineReader::read_lines() {
     if (poll(ready, 2, -1) < 0 && errno == EINTR) continue;
     if (ready[1].revents != 0) return;
     const ssize_t num_read = read(fd_, chunk.data(), chunk.size());
-    if (num_read < 0 && errno == EINTR) continue;
+    // EAGAIN: the input is non-blocking, and another reader was faster.
+    if (num_read < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) continue;
+    if (num_read < 0) write_log(std::string("stdin: ") + std::strerror(errno) + "; this is the end of the input");
     if (num_read <= 0) break;
     split({chunk.data(), static_cast<size_t>(num_read)});
   }
@@ -90,30 +135,36 @@ ProtocolOutput::ProtocolOutput() {
 ProtocolOutput::~ProtocolOutput() { close(fd_); }
 
 void ProtocolOutput::write(std::string_view text, std::optional<std::chrono::milliseconds> limit) {
-  const auto begin = std::chrono::steady_clock::now();
-  while (!text.empty()) {
-    size_t size = text.size();
-    if (limit) {
-      wait_for_room(begin + *limit);
-      size = std::min<size_t>(size, PIPE_BUF);  // poll() guarantees that much space in a pipe
-    }
-    const ssize_t num_written = ::write(fd_, text.data(), size);
-    if (num_written < 0 && errno == EINTR) continue;
-    if (num_written < 0) throw_errno("stdout");
-    text.remove_prefix(static_cast<size_t>(num_written));
+  write_all(fd_, "stdout", text, limit);
+}
+
+void write_log(std::string line) {
+  constexpr std::chrono::milliseconds kLimit{1000};
+  static std::atomic<bool> is_full{false};  // then later lines do not wait, so that they delay no step
+  line += '\n';
+  try {
+    write_all(STDERR_FILENO, "stderr", line, is_full ? std::chrono::milliseconds(0) : kLimit);
+    is_full = false;
+  } catch (const std::exception&) {  // a log that nobody reads is no reason to stop
+    is_full = true;
   }
 }
 
-void ProtocolOutput::wait_for_room(std::chrono::steady_clock::time_point deadline) const {
-  while (true) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    pollfd room{fd_, POLLOUT, 0};
-    const int num_ready = poll(&room, 1, std::max(0, static_cast<int>(left.count())));
-    if (num_ready > 0) return;
-    if (num_ready == 0) throw std::runtime_error("stdout: the reader does not read");
-    if (errno != EINTR) throw_errno("stdout");
+void flush_logs() {
+  // Only with room: fflush() would wait for the reader, or for a thread that does.
+  pollfd room{STDERR_FILENO, POLLOUT, 0};
+  if (poll(&room, 1, 0) > 0) std::fflush(nullptr);
+}
+
+void open_standard_descriptors() {
+  const auto is_closed = [](int fd) { return fcntl(fd, F_GETFD) < 0 && errno == EBADF; };
+  const bool has_output = !is_closed(STDOUT_FILENO);
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (!is_closed(fd)) continue;
+    // In ascending order, so that open() returns this number.
+    if (open("/dev/null", fd == STDIN_FILENO ? O_RDONLY : O_WRONLY) != fd) throw_errno("/dev/null");
   }
+  if (!has_output) throw std::runtime_error("stdout is closed; it must be open for the events");
 }
 
 }  // namespace xllm_worker

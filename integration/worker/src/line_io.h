@@ -1,4 +1,4 @@
-// Line-based I/O: a reader thread for stdin, and a private stdout that libraries cannot write to.
+// Line-based I/O: a reader thread for stdin, a private stdout that libraries cannot write to, and log lines on stderr.
 #pragma once
 
 #include <chrono>
@@ -52,13 +52,23 @@ class ProtocolOutput {
   ProtocolOutput(const ProtocolOutput&) = delete;
   ProtocolOutput& operator=(const ProtocolOutput&) = delete;
 
-  // Throws std::runtime_error when the reader has closed the pipe, or has not read everything within the limit.
+  // Waits while the reader reads slowly, with a non-blocking descriptor too. Throws std::runtime_error when the reader
+  // has closed the pipe, or has not read everything within the limit.
   void write(std::string_view text, std::optional<std::chrono::milliseconds> limit = std::nullopt);
 
  private:
-  void wait_for_room(std::chrono::steady_clock::time_point deadline) const;
-
   int fd_;
 };
+
+// Writes a line to stderr in one call, since several ranks share it. Drops the line when stderr has no room within one
+// second, and later lines at once until there is room: a full stderr must not stop the worker.
+void write_log(std::string line);
+
+// Flushes the output of libraries before _exit(), unless stderr has no room.
+void flush_logs();
+
+// Call first in main. Opens /dev/null for each closed descriptor of 0, 1 and 2: the next file that is opened would get
+// its number, and with it the output of libraries. Throws std::runtime_error if stdout was closed.
+void open_standard_descriptors();
 
 }  // namespace xllm_worker

@@ -3,20 +3,18 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <cstdio>
 #include <exception>
-#include <future>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
-#include "engine.h"
+#include "line_io.h"
 #include "model_host.h"
 #include "native/collectives.h"
 #include "options.h"
 #include "ranks/roles.h"
-#include "request_reader.h"
+#include "serving.h"
 #include "stop_signals.h"
 
 namespace xllm_worker {
@@ -24,64 +22,8 @@ namespace xllm_worker {
 namespace {
 
 int report(const std::string& message, int exit_code) {
-  std::cerr << "error: " + message + "\n" << std::flush;  // in one write: several ranks share stderr
+  write_log("error: " + message);
   return exit_code;
-}
-
-// After a signal, the current step may take this long; then its requests are reported as failed.
-constexpr std::chrono::milliseconds kStopGrace{1500};
-constexpr std::chrono::milliseconds kLastEventsLimit{150};  // to get them from the engine, and again to write them
-
-// Serves requests from stdin until its end or a signal. `link` connects the ranks; null with one rank.
-void serve(const WorkerOptions& options, const ServerInfo& info, StepModel& model, ProtocolOutput& output,
-           StopSignals& signals, RankLink* link = nullptr) {
-  BlockManager blocks(info.num_blocks, info.block_size, options.enable_prefix_cache);
-  const EngineLimits limits{
-      {options.max_seqs_per_batch, options.max_tokens_per_batch}, info.max_model_len, info.eos_token_ids};
-  const RequestLimits request_limits{info.vocab_size, info.max_model_len, blocks.num_slots()};
-  Engine engine(
-      model,
-      blocks,
-      limits,
-      [&](std::string_view events) { output.write(events); },
-      [](const std::string& message) { std::cerr << "a step failed: " << message << std::endl; });
-
-  output.write(ready_event(info));
-  Inbox inbox(options.max_queued_requests);
-  const LineReader reader = read_requests(STDIN_FILENO, request_limits, inbox);
-  std::promise<void> ended;
-  std::future<void> has_ended = ended.get_future();
-  // The caller ends the process afterwards, even if the client has not read the events.
-  const auto report_and_abandon = [&](const std::string& message) {
-    try {
-      output.write(engine.abandon(message, inbox, kLastEventsLimit), kLastEventsLimit);
-    } catch (const std::exception& error) {
-      report(error.what(), 1);
-    }
-  };
-  struct HandlersEnd {  // the handlers use the objects above
-    StopSignals& signals;
-    RankLink* link;
-    ~HandlersEnd() {
-      signals.set_handler([](int) {});
-      if (link != nullptr) link->set_on_stuck(nullptr);
-    }
-  };
-  const HandlersEnd handlers_end{signals, link};
-  if (link != nullptr) link->set_on_stuck(report_and_abandon);
-  signals.set_handler([&](int number) {
-    const std::string message = "the worker was stopped by " + signal_name(number);
-    engine.stop(message);
-    inbox.close();
-    if (has_ended.wait_for(kStopGrace) == std::future_status::ready) return;
-    report_and_abandon(message);
-    std::fflush(nullptr);
-    _exit(128 + number);
-  });
-  engine.run(inbox);
-  ended.set_value();
-  signals.set_handler([](int) {});
-  model.shutdown();
 }
 
 int exit_code_of(const StopSignals& signals) { return signals.received() == 0 ? 0 : 128 + signals.received(); }
@@ -94,6 +36,7 @@ void serve_single_rank(const WorkerOptions& options, const RankConfig& config, S
   const ServerInfo info = make_server_info(options, *loaded);
   TorchStepModel model(
       StepExecutor(prepare_model(options, info, *loaded, std::nullopt), info.block_size, loaded->device()));
+  output.write(ready_event(info));
   serve(options, info, model, output, signals);
 }
 
@@ -126,6 +69,7 @@ void serve_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutput& 
     return follow(ranks, std::move(executor), leave_group);
   }
   LeaderModel model(std::move(executor), ranks, leave_group);
+  output.write(ready_event(info));
   serve(options, info, model, output, signals, &ranks.link());
 }
 
@@ -158,23 +102,24 @@ std::string failure_message(RankGroup& ranks, const std::string& message) {
     exit_code = report(config.rank == 0 ? message : "on rank " + std::to_string(config.rank) + ": " + message, 1);
   }
   if (ranks) ranks->processes().wait(std::chrono::milliseconds(exit_code == 0 ? 0 : 1000));
-  std::fflush(nullptr);
+  flush_logs();
   _exit(exit_code);
 }
 
 int run(const std::vector<std::string>& args) {
   try {
+    open_standard_descriptors();
     const WorkerOptions options = parse_options(args);
     if (options.help) {
-      std::cout << help_text();
-      return 0;
+      std::cout << help_text() << std::flush;
+      return std::cout ? 0 : report("stdout: the help text cannot be written", 1);
     }
     StopSignals signals;
     const RankConfig config = resolve_rank_config(options, process_environment);
     if (config.size > 1) run_rank(options, args, config, signals);
     serve_single_rank(options, config, signals);
     if (signals.received() != 0) {  // skips the teardown of libraries, which can be slow
-      std::fflush(nullptr);
+      flush_logs();
       _exit(exit_code_of(signals));
     }
     return 0;

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -17,6 +16,7 @@
 #include <utility>
 
 #include "kv_cache.h"
+#include "line_io.h"
 #include "xllm_executor/native_state.h"
 #include "xllm_executor/python_runtime.h"
 #include "xllm_metadata/attention_metadata.h"
@@ -202,7 +202,7 @@ nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, c
 
 void report_python_error(const xllm_executor::PythonError& error) {
   if (is_user_error(error.type())) throw std::runtime_error(error.message());
-  std::fprintf(stderr, "%s\n", error.traceback().c_str());
+  write_log(error.traceback());
 }
 
 }  // namespace xllm_worker

@@ -1,7 +1,7 @@
 // Adapts the Python model to LoadedModel: one execute call into embedded Python per step.
-#include <cstdio>
 #include <utility>
 
+#include "line_io.h"
 #include "model_host.h"
 #include "xllm_executor/causal_lm.h"
 #include "xllm_executor/executor.h"
@@ -41,7 +41,7 @@ class PythonTensorModel : public TensorModel {
     try {
       return executor_.execute(batch.tokens, batch.positions, batch.metadata, batch.logits_indices);
     } catch (const xllm_executor::PythonError& error) {
-      std::fprintf(stderr, "%s\n", error.traceback().c_str());
+      write_log(error.traceback());
       throw;
     }
   }

@@ -4,28 +4,38 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <utility>
+
+#include "line_io.h"
 
 namespace xllm_worker {
 
 namespace {
+
+bool is_ignored(int number) {
+  struct sigaction action {};
+  return sigaction(number, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
+}
 
 sigset_t stop_set() {
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGINT);
   sigaddset(&set, SIGTERM);
+  // nohup ignores SIGHUP, and the worker must then outlive its terminal. A blocked signal would reach sigwait even so.
+  if (!is_ignored(SIGHUP)) sigaddset(&set, SIGHUP);
   return set;
 }
 
 }  // namespace
 
-std::string signal_name(int number) { return number == SIGINT ? "SIGINT" : "SIGTERM"; }
+std::string signal_name(int number) {
+  if (number == SIGHUP) return "SIGHUP";
+  return number == SIGINT ? "SIGINT" : "SIGTERM";
+}
 
-StopSignals::StopSignals() {
-  const sigset_t set = stop_set();
-  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+StopSignals::StopSignals() : set_(stop_set()) {
+  pthread_sigmask(SIG_BLOCK, &set_, nullptr);
   thread_ = std::thread([this] { wait(); });
 }
 
@@ -49,15 +59,14 @@ int StopSignals::received() const {
 }
 
 void StopSignals::wait() {
-  const sigset_t set = stop_set();
   for (;;) {
     int number = 0;
-    if (sigwait(&set, &number) != 0) continue;
+    if (sigwait(&set_, &number) != 0) continue;
     const std::lock_guard lock(mutex_);
     if (is_ending_) return;
     if (!handler_) {
-      std::fprintf(stderr, "stopped by %s\n", signal_name(number).c_str());
-      std::fflush(nullptr);
+      write_log("stopped by " + signal_name(number));
+      flush_logs();
       _exit(128 + number);
     }
     if (received_ == 0) received_ = number;

@@ -1,5 +1,7 @@
-// Handles SIGINT and SIGTERM on a separate thread, so that the worker can report its unfinished requests.
+// Handles SIGINT, SIGTERM and SIGHUP on a separate thread, so that the worker can report its unfinished requests.
 #pragma once
+
+#include <signal.h>
 
 #include <functional>
 #include <mutex>
@@ -8,10 +10,11 @@
 
 namespace xllm_worker {
 
-// "SIGINT" or "SIGTERM".
+// "SIGINT", "SIGTERM" or "SIGHUP".
 std::string signal_name(int number);
 
-// Blocks both signals on the calling thread and on all threads started later, and waits for them on its own thread.
+// Blocks these signals on the calling thread and on all threads started later, and waits for them on its own thread.
+// SIGHUP stays ignored if it was ignored at the start, as nohup does. SIGQUIT keeps its default, a core dump.
 // Without a handler, a signal ends the process at once with exit code 128 + number and a line on stderr.
 class StopSignals {
  public:
@@ -32,6 +35,7 @@ class StopSignals {
  private:
   void wait();
 
+  sigset_t set_;  // constant
   mutable std::mutex mutex_;
   Handler handler_;
   int received_ = 0;

@@ -11,6 +11,8 @@
 #include <cstring>
 #include <vector>
 
+#include "line_io.h"
+
 namespace xllm_worker {
 
 namespace {
@@ -227,8 +229,8 @@ void RankLink::run_watchdog() {
     if (failure_ && now - failed_at_ > options_.grace) {
       // The serving thread is stuck in a collective with the lost rank, or waits for input.
       if (on_stuck_) on_stuck_(*failure_);
-      std::fprintf(stderr, "error: %s\n", failure_->c_str());
-      std::fflush(nullptr);
+      write_log("error: " + *failure_);
+      flush_logs();
       _exit(1);
     }
   }

@@ -1,0 +1,78 @@
+#include "serving.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <exception>
+#include <future>
+#include <string>
+
+#include "block_manager.h"
+#include "engine.h"
+#include "request_reader.h"
+
+namespace xllm_worker {
+
+namespace {
+
+// After a signal, the current step may take this long; then its requests are reported as failed.
+constexpr std::chrono::milliseconds kStopGrace{1500};
+constexpr std::chrono::milliseconds kLastEventsLimit{150};  // to get them from the engine, and again to write them
+
+}  // namespace
+
+void serve(const WorkerOptions& options,
+           const ServerInfo& info,
+           StepModel& model,
+           ProtocolOutput& output,
+           StopSignals& signals,
+           RankLink* link) {
+  BlockManager blocks(info.num_blocks, info.block_size, options.enable_prefix_cache);
+  const EngineLimits limits{
+      {options.max_seqs_per_batch, options.max_tokens_per_batch}, info.max_model_len, info.eos_token_ids};
+  const RequestLimits request_limits{info.vocab_size, info.max_model_len, blocks.num_slots()};
+  Engine engine(
+      model,
+      blocks,
+      limits,
+      [&](std::string_view events) { output.write(events); },
+      [](const std::string& message) { write_log("a step failed: " + message); });
+
+  Inbox inbox(options.max_queued_requests);
+  const LineReader reader = read_requests(STDIN_FILENO, request_limits, inbox);
+  std::promise<void> ended;
+  std::future<void> has_ended = ended.get_future();
+  // The caller ends the process afterwards, even if the client has not read the events.
+  const auto report_and_abandon = [&](const std::string& message) {
+    try {
+      output.write(engine.abandon(message, inbox, kLastEventsLimit), kLastEventsLimit);
+    } catch (const std::exception& error) {
+      write_log(std::string("error: ") + error.what());
+    }
+  };
+  struct HandlersEnd {  // the handlers use the objects above
+    StopSignals& signals;
+    RankLink* link;
+    ~HandlersEnd() {
+      signals.set_handler([](int) {});
+      if (link != nullptr) link->set_on_stuck(nullptr);
+    }
+  };
+  const HandlersEnd handlers_end{signals, link};
+  if (link != nullptr) link->set_on_stuck(report_and_abandon);
+  signals.set_handler([&](int number) {
+    const std::string message = "the worker was stopped by " + signal_name(number);
+    engine.stop(message);
+    inbox.close();
+    if (has_ended.wait_for(kStopGrace) == std::future_status::ready) return;
+    report_and_abandon(message);
+    flush_logs();
+    _exit(128 + number);
+  });
+  engine.run(inbox);
+  ended.set_value();
+  signals.set_handler([](int) {});
+  model.shutdown();
+}
+
+}  // namespace xllm_worker
