@@ -17,7 +17,7 @@
 namespace {
 
 using hosts::int32;
-using xllm_metadata::AttentionMetadata;
+using xllm_executor::StepInput;
 using xllm_executor::PyCausalLM;
 using xllm_executor::PyExecutor;
 using xllm_executor::PythonError;
@@ -49,16 +49,9 @@ void print_line(const std::map<std::string, std::string>& fields) {
 
 std::string address(const at::Tensor& tensor) { return std::to_string(reinterpret_cast<uintptr_t>(tensor.data_ptr())); }
 
-struct Step {
-  at::Tensor tokens;
-  at::Tensor positions;
-  at::Tensor logits_indices;
-  xllm_metadata::AttentionMetadata metadata;
-};
-
 // A prompt of three tokens in page 1.
-Step prefill_step() {
-  Step step{int32({5, 6, 7}), int32({0, 1, 2}), int32({2}), {}};
+StepInput prefill_step() {
+  StepInput step{int32({5, 6, 7}), int32({0, 1, 2}), {}, int32({2})};
   step.metadata.slot_mapping(int32({4, 5, 6}))
       .paged_kv_indptr(int32({0, 1}))
       .paged_kv_indices(int32({1}))
@@ -76,8 +69,8 @@ Step prefill_step() {
 }
 
 // Its next token.
-Step decode_step() {
-  Step step{int32({8}), int32({3}), int32({0}), {}};
+StepInput decode_step() {
+  StepInput step{int32({8}), int32({3}), {}, int32({0})};
   step.metadata.slot_mapping(int32({7}))
       .paged_kv_indptr(int32({0, 1}))
       .paged_kv_indices(int32({1}))
@@ -91,10 +84,10 @@ Step decode_step() {
   return step;
 }
 
-void print_step(const Step& step, const at::Tensor& logits) {
+void print_step(const StepInput& step, const at::Tensor& logits) {
   std::map<std::string, std::string> fields = {{"tokens", address(step.tokens)},
                                                {"positions", address(step.positions)},
-                                               {"logits_indices", address(step.logits_indices)},
+                                               {"logits_indices", address(*step.logits_indices)},
                                                {"logits_rows", std::to_string(logits.size(0))},
                                                {"logits_cols", std::to_string(logits.size(1))}};
   xllm_metadata::for_each_property(step.metadata, [&]<class T>(std::string_view name, const T& value) {
@@ -109,9 +102,7 @@ void print_step(const Step& step, const at::Tensor& logits) {
   print_line(fields);
 }
 
-at::Tensor run(PyExecutor& executor, const Step& step) {
-  return executor.execute(step.tokens, step.positions, step.metadata, step.logits_indices);
-}
+at::Tensor run(PyExecutor& executor, const StepInput& step) { return executor.execute(step).logits; }
 
 void print_python_error(const std::function<void()>& call) {
   try {
@@ -140,17 +131,17 @@ int drive(const std::string& model_path) {
   print_line({{"model_type", quoted(model.args().model_type())},
               {"n_layers", std::to_string(model.args().n_layers())},
               {"vocab_size", std::to_string(model.args().vocab_size())}});
-  PyExecutor executor(model, {{"attention_backend", std::string("recorder")}}, 4);
+  PyExecutor executor(model, {.attention_backend = "recorder"}, 4);
   const auto caches = hosts::make_caches(model);
   print_caches(caches);
   executor.bind_kv_caches(caches);
-  for (const Step& step : {prefill_step(), decode_step(), decode_step()}) {
+  for (const StepInput& step : {prefill_step(), decode_step(), decode_step()}) {
     print_step(step, run(executor, step));
   }
   print_line({{"stats", executor.stats_json()}});
 
   // A step that Python refuses, and one that works after it.
-  Step wrong = decode_step();
+  StepInput wrong = decode_step();
   wrong.metadata.max_seq_len(1 << 20);
   print_python_error([&] { (void)run(executor, wrong); });
   print_python_error([&] { (void)run(executor, decode_step()); });
@@ -159,7 +150,7 @@ int drive(const std::string& model_path) {
   std::thread([&] { print_python_error([&] { (void)run(executor, decode_step()); }); }).join();
 
   print_python_error([&] { executor.bind_kv_caches(caches); });
-  print_python_error([&] { PyExecutor(model, {{"no_such_option", true}}, 4); });
+  print_python_error([&] { PyExecutor(model, {.attention_backend = "no_such_backend"}, 4); });
   print_python_error([&] { (void)PyCausalLM::load({.model_path = model_path + "/nowhere"}); });
   print_python_error([] { PythonRuntime::start(); });
   executor.shutdown();

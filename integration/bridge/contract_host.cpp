@@ -160,15 +160,25 @@ py::object current_devices() {
   executor.bind_kv_caches({});
   executor.warmup();
   const at::Tensor any = at::empty({1}, at::kInt);
-  (void)executor.execute(any, any, {}, std::nullopt);
+  (void)executor.execute({any, any, {}, std::nullopt});
   (void)model.logits(any, std::nullopt);
   executor.shutdown();
   devices["here"] = Devices::getDeviceIndex();
   return devices;
 }
 
+py::object config_defaults() {
+  py::dict defaults;
+  const xllm_executor::Config config;
+  xllm_executor::for_each_option(config, [&](const char* name, const auto& value) { defaults[name] = py::cast(value); });
+  return defaults;
+}
+
 py::object answer(const py::dict& request) {
   const auto call = request["call"].cast<std::string>();
+  if (call == "config") {
+    return config_defaults();
+  }
   if (call == "model_args") {
     return round_trip<xllm_metadata::ModelArgs>(request["value"]);
   }

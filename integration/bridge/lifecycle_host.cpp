@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "lifecycle_ends.h"
 #include "lifecycle_threads.h"
 #include "small_host.h"
 #include "xllm_executor/executor.h"
@@ -54,15 +55,26 @@ int print_error(const std::function<void()>& call) {
   return 1;
 }
 
+double metric(SmallHost& host, const std::string& name) {
+  for (const xllm_executor::Metric& sample : host.executor().metrics()) {
+    if (sample.name == name) {
+      return sample.value;
+    }
+  }
+  throw std::out_of_range("no metric " + name);
+}
+
+double resident_bytes(SmallHost& host) { return metric(host, "xllm_executor_resident_memory_bytes"); }
+
 int flat(SmallHost& host, int count) {
   host.steps(count / 10);
   const int64_t objects_before = live_objects();
-  const double resident_before = host.executor().metrics().at("memory.resident_bytes");
+  const double resident_before = resident_bytes(host);
   host.steps(count - count / 10);
   std::printf("{\"objects_before\": %lld, \"objects_after\": %lld, "
               "\"resident_before\": %.0f, \"resident_after\": %.0f}\n",
               static_cast<long long>(objects_before), static_cast<long long>(live_objects()), resident_before,
-              host.executor().metrics().at("memory.resident_bytes"));
+              resident_bytes(host));
   return 0;
 }
 
@@ -105,12 +117,12 @@ int compatible_order(const std::string& model_path) {
   PyCausalLM model = PyCausalLM::create(args, parallel, "cpu");
   const std::vector<HostWeights> weights = read_weights(model_path);
   model.load_weights({&weights[0], &weights[1]});
-  PyExecutor executor(model, {{"logits_in_graph", false}}, 4);
+  PyExecutor executor(model, {.logits_in_graph = false}, 4);
   executor.bind_kv_caches(hosts::make_caches(model));
   double worst = 0;
   for (int32_t length = 1; length <= 6; ++length) {
     const xllm_metadata::AttentionMetadata metadata = hosts::decode_metadata(length);
-    const at::Tensor hidden = executor.execute(int32({length}), int32({length - 1}), metadata, std::nullopt);
+    const at::Tensor hidden = executor.execute({int32({length}), int32({length - 1}), metadata, {}}).hidden_states;
     const at::Tensor logits = model.logits(hidden, int32({0}));
     worst = std::max(worst, (logits - ordinary.step(length, length)).abs().max().item<double>());
   }
@@ -120,11 +132,13 @@ int compatible_order(const std::string& model_path) {
 
 int metrics(SmallHost& host) {
   host.steps(7);
-  std::string line;
-  for (const auto& [name, value] : host.executor().metrics()) {
-    line += (line.empty() ? "{\"" : ", \"") + name + "\": " + std::to_string(value);
-  }
-  std::printf("%s}\n", line.c_str());
+  auto samples = host.executor().metrics();
+  samples.push_back({.name = "host_strange",
+                     .kind = xllm_executor::MetricKind::kGauge,
+                     .help = "A \\ and\na line.",
+                     .labels = {{"label", "a \"b\" \\ c\nd"}},
+                     .value = 0.1});
+  std::printf("%s", xllm_executor::prometheus_text(samples, {{"model", "small"}, {"runner", "host"}}).c_str());
   return 0;
 }
 
@@ -164,7 +178,7 @@ int after_shutdown(const std::string& model_path) {
     try {
       call();
       return 1;
-    } catch (const std::runtime_error& error) {
+    } catch (const std::exception& error) {
       std::printf("%s\n", error.what());
     }
   }
@@ -185,8 +199,9 @@ int shutdown_in_a_static_destructor(SmallHost& host) {
 int where() {
   const py::gil_scoped_acquire gil;
   py::exec(R"(
-import json, sys, torch, xllm_executor
-where = {"prefix": sys.prefix, "torch": torch.__file__, "xllm_executor": xllm_executor.__file__}
+import json, subprocess, sys, torch, xllm_executor
+where = {"prefix": sys.prefix, "torch": torch.__file__, "xllm_executor": xllm_executor.__file__,
+         "flags": subprocess._args_from_interpreter_flags()}
 print(json.dumps(where), file=sys.stderr)
 )");
   return 0;
@@ -240,11 +255,16 @@ int join_and_shut_down_twice(const std::string& model_path, const std::string& e
 using Scenarios = std::map<std::string, std::function<int()>>;
 
 // What needs no model, or makes its own.
-Scenarios without_host(const std::string& model_path) {
+Scenarios without_host(const std::string& model_path, const std::string& argument) {
   return {
       {"sink", say_things},
       {"no_sink", say_things},
+      {"throwing_sink", [=] { return say_things() + SmallHost(model_path).steps(3); }},
       {"where", where},
+      {"moved_from", [=] { return hosts::moved_from(model_path); }},
+      {"error_types", [=] { return hosts::error_types(model_path); }},
+      {"exit_after_a_late_static", [=] { return hosts::exit_after_a_late_static(model_path, argument); }},
+      {"exit_in_first_load", [=] { return hosts::exit_in_first_load(model_path, argument); }},
       {"compatible", [=] { return compatible_order(model_path); }},
       {"shutdown_first", [=] { return after_shutdown(model_path); }},
       {"shutdown_during_steps", [=] { return hosts::shutdown_during_steps(model_path); }},
@@ -253,7 +273,7 @@ Scenarios without_host(const std::string& model_path) {
       {"constructor_error",
        [=] {
          return print_error([&] { SmallHost host(model_path + "/nowhere"); }) +
-                print_error([&] { SmallHost host(model_path, {{"no", 1L}}); });
+                print_error([&] { SmallHost host(model_path, {.max_model_len = -1}); });
        }},
   };
 }
@@ -273,6 +293,9 @@ Scenarios with_host(SmallHost& host, const std::string& argument) {
       {"gil_loss", [&] { return hosts::gil_loss(host, std::stod(argument)); }},
       {"flat", [&] { return flat(host, std::stoi(argument)); }},
       {"metrics", [&] { return metrics(host); }},
+      {"fork", [&] { return hosts::fork_beside_a_step(host); }},
+      {"sub_interpreter", [&] { return hosts::call_from_a_sub_interpreter(host); }},
+      {"return_while_a_loop_runs", [&] { return hosts::return_while_a_loop_runs(host); }},
   };
 }
 
@@ -296,10 +319,20 @@ int run(const std::string& model_path, const std::string& executable, const std:
   if (scenario == "join_and_shut_down_twice") {
     return join_and_shut_down_twice(model_path, executable);
   }
+  if (scenario == "locale") {
+    return hosts::locale_across_start(executable);
+  }
   const auto handlers = signal_handlers();
-  PythonRuntime::start(
-      {.executable = executable, .log_sink = scenario == "sink" ? xllm_executor::LogSink(print_record) : nullptr});
-  const Scenarios first = without_host(model_path);
+  xllm_executor::PythonOptions options{.executable = executable};
+  if (scenario == "sink") {
+    options.log_sink = print_record;
+  } else if (scenario == "throwing_sink") {
+    options.log_sink = [](int, std::string_view, std::string_view) { throw std::runtime_error("the disk is full"); };
+  } else if (scenario == "return_while_a_loop_runs") {
+    options.calls_at_exit = xllm_executor::CallsAtExit::kBlock;
+  }
+  PythonRuntime::start(options);
+  const Scenarios first = without_host(model_path, argument);
   if (const auto found = first.find(scenario); found != first.end()) {
     return found->second();
   }

@@ -142,7 +142,7 @@ int shutdown_during_steps(const std::string& model_path) {
           }
           ++rounds;
         }
-      } catch (const std::runtime_error& error) {
+      } catch (const std::exception& error) {
         const std::lock_guard guard(lock);
         refusals.emplace_back(error.what());
       }
@@ -169,7 +169,7 @@ int shutdown_with_the_gil(SmallHost& host) {
       for (;; ++done) {
         (void)host.step();
       }
-    } catch (const std::runtime_error& error) {
+    } catch (const std::exception& error) {
       std::printf("%s\n", error.what());
     }
   });
@@ -189,7 +189,7 @@ int call_on_two_threads(const std::function<void()>& call) {
   const auto make = [&] {
     try {
       call();
-    } catch (const std::runtime_error& error) {
+    } catch (const std::exception& error) {
       std::printf("%s\n", error.what());
     }
   };
@@ -229,7 +229,7 @@ int leave_a_thread_in_steps(const std::string& model_path) {
       for (;; ++done) {
         (void)host->step();
       }
-    } catch (const std::runtime_error& error) {
+    } catch (const std::exception& error) {
       std::fprintf(stderr, "%s\n", error.what());
       std::this_thread::sleep_for(std::chrono::hours(1));
     }

@@ -40,13 +40,14 @@ class SmallHost {
 
   at::Tensor step(int32_t length = 3, int32_t token = 8) {
     const xllm_metadata::AttentionMetadata metadata = decode_metadata(length);
-    return executor_.execute(int32({token}), int32({length - 1}), metadata, int32({0}));
+    return executor_.execute({int32({token}), int32({length - 1}), metadata, int32({0})}).logits;
   }
 
-  void steps(int count) {
+  int steps(int count) {
     for (int i = 0; i < count; ++i) {
       (void)step(1 + i % 8);
     }
+    return 0;
   }
 
   xllm_executor::PyExecutor& executor() { return executor_; }

@@ -28,9 +28,9 @@ namespace py = pybind11;
 
 namespace {
 
-using xllm_metadata::AttentionMetadata;
 using xllm_executor::PyCausalLM;
 using xllm_executor::PyExecutor;
+using xllm_executor::StepInput;
 
 // The names of a real executor and a real model, so that the path through the bridge is the real one.
 constexpr const char* kTrivial = R"(
@@ -75,20 +75,13 @@ def baseline(tokens, positions):
     return tokens
 )";
 
-struct Step {
-  at::Tensor tokens;
-  at::Tensor positions;
-  at::Tensor logits_indices;
-  xllm_metadata::AttentionMetadata metadata;
-};
-
 at::Tensor fresh(c10::Device device = at::kCPU) {
   return at::empty({8}, at::TensorOptions().dtype(at::kInt).device(device));
 }
 
-std::vector<Step> make_steps(int64_t count, bool decode, c10::Device device) {
-  std::vector<Step> steps(static_cast<std::size_t>(count));
-  for (Step& step : steps) {
+std::vector<StepInput> make_steps(int64_t count, bool decode, c10::Device device) {
+  std::vector<StepInput> steps(static_cast<std::size_t>(count));
+  for (StepInput& step : steps) {
     step.tokens = fresh(device);
     step.positions = fresh(device);
     step.logits_indices = fresh(device);
@@ -116,9 +109,9 @@ double microseconds_each(int64_t count, bool decode, c10::Device device, Call&& 
   constexpr int64_t kBatch = 8;
   std::chrono::duration<double, std::micro> elapsed{};
   for (int64_t done = 0; done < count; done += kBatch) {
-    const std::vector<Step> inputs = make_steps(kBatch, decode, device);
+    const std::vector<StepInput> inputs = make_steps(kBatch, decode, device);
     const auto start = std::chrono::steady_clock::now();
-    for (const Step& step : inputs) {
+    for (const StepInput& step : inputs) {
       call(step);
     }
     elapsed += std::chrono::steady_clock::now() - start;
@@ -171,20 +164,18 @@ int main(int argc, char** argv) {
   std::vector<double> decode;
   std::vector<double> mixed;
   for (int64_t repeat = 0; repeat < repeats; ++repeat) {
-    baseline.push_back(microseconds_each(steps, true, device, [&](const Step& step) {
+    baseline.push_back(microseconds_each(steps, true, device, [&](const StepInput& step) {
       const py::gil_scoped_acquire gil;
       (void)function(step.tokens, step.positions).cast<at::Tensor>();
     }));
     for (std::vector<double>* times : {&decode, &mixed}) {
-      times->push_back(microseconds_each(steps, times == &decode, device, [&](const Step& step) {
-        (void)executor.execute(step.tokens, step.positions, step.metadata, step.logits_indices);
+      times->push_back(microseconds_each(steps, times == &decode, device, [&](const StepInput& step) {
+        (void)executor.execute(step);
       }));
     }
   }
-  const std::vector<Step> inputs = make_steps(1, false, device);
-  const int64_t allocations = allocations_in([&] {
-    (void)executor.execute(inputs[0].tokens, inputs[0].positions, inputs[0].metadata, inputs[0].logits_indices);
-  });
+  const std::vector<StepInput> inputs = make_steps(1, false, device);
+  const int64_t allocations = allocations_in([&] { (void)executor.execute(inputs[0]); });
   const int64_t allocations_of_one_tensor = allocations_in([] { (void)fresh(); });
   std::printf(
       "{\"steps\": %lld, \"repeats\": %lld, \"baseline_us\": %.3f, \"decode_step_us\": %.3f, \"mixed_step_us\": %.3f, "

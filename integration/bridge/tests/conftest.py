@@ -46,6 +46,12 @@ def tool(name: str) -> str:
 
 
 @pytest.fixture(scope="session")
+def cmake_tools() -> tuple[str, str]:
+    """Paths of cmake and ninja."""
+    return tool("cmake"), tool("ninja")
+
+
+@pytest.fixture(scope="session")
 def build_host(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """`build_host(*targets, flags="", build_type="Release")`: a folder with the built programs.
 
@@ -139,3 +145,35 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of one layer, whose steps are short."""
     return make_checkpoint(tmp_path_factory.mktemp("small"), 1, "LlamaForCausalLM")
+
+
+@pytest.fixture(scope="session")
+def run_scenario(
+    hosts: Path, run_program: Callable[..., subprocess.CompletedProcess[str]], small_checkpoint: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run_scenario(scenario, argument="", plugin=False, executable=..., **environment)`: one run to its end."""
+
+    def run(
+        scenario: str,
+        argument: object = "",
+        *,
+        plugin: bool = False,
+        executable: Path | str = sys.executable,
+        model: Path = small_checkpoint,
+        timeout: float = 120,
+        **environment: str,
+    ) -> subprocess.CompletedProcess[str]:
+        program = (
+            (hosts / "lifecycle_loader", hosts / "liblifecycle_plugin.so") if plugin else (hosts / "lifecycle_host",)
+        )
+        return run_program(
+            *program,
+            model,
+            executable,
+            scenario,
+            argument,
+            timeout=timeout,
+            **{"OMP_NUM_THREADS": "1", **environment},
+        )
+
+    return run

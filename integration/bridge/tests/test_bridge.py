@@ -114,7 +114,7 @@ def test_python_errors_become_cpp_errors_and_the_executor_goes_on(drive: Drive) 
     assert after["error"] is None
     assert other_thread["error"] is None
     assert "an executor is bound once" in bound_twice["message"]
-    assert "unknown executor options ['no_such_option']" in option["message"]
+    assert "no_such_backend" in option["message"]
     assert nowhere["type"] == "FileNotFoundError"
     assert second_start["type"] is None
     assert "one interpreter per process" in second_start["error"]
@@ -147,6 +147,6 @@ def test_a_missing_package_is_named(run_host: RunHost, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     result = run_host("nowhere", tmp_path / "bare" / "bin" / "python", ".", "start")
     assert result.returncode == 1
-    assert (
-        f"while starting Python with {tmp_path / 'bare' / 'bin' / 'python'}: No module named 'torch'" in result.stderr
-    )
+    python = tmp_path / "bare" / "bin" / "python"
+    message = f"while starting Python with {python}: ModuleNotFoundError: No module named 'torch'"
+    assert message in result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xllm_executor import ExecutorConfig
 from xllm_metadata import build_attention_metadata
 from xllm_models import ModelConfig, get_model_class, supported_models
 
@@ -250,3 +252,7 @@ def test_a_step_allocates_no_tensor(hosts: Path, run_program: Callable[..., Any]
     result = json.loads(run_program(hosts / "step_benchmark", sys.executable, 64, 1).stdout)
     assert result["allocations_per_step"] == 0
     assert result["allocations_of_one_tensor"] == 1
+
+
+def test_the_config_struct_has_the_options_and_defaults_of_the_executor(ask: Ask) -> None:
+    assert list(ask("config", None).items()) == list(dataclasses.asdict(ExecutorConfig()).items())

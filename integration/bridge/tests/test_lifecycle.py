@@ -20,28 +20,6 @@ PACKAGES = Path(__file__).resolve().parents[3] / "packages"
 QUIET = {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="session")
-def run_scenario(hosts: Path, run_program: Run, small_checkpoint: Path) -> Run:
-    """`run_scenario(scenario, argument="", plugin=False, executable=..., **environment)`: one run to its end."""
-
-    def run(
-        scenario: str,
-        argument: object = "",
-        *,
-        plugin: bool = False,
-        executable: Path | str = sys.executable,
-        model: Path = small_checkpoint,
-        timeout: float = 120,
-        **environment: str,
-    ) -> Completed:
-        program = (
-            (hosts / "lifecycle_loader", hosts / "liblifecycle_plugin.so") if plugin else (hosts / "lifecycle_host",)
-        )
-        return run_program(*program, model, executable, scenario, argument, timeout=timeout, **{**QUIET, **environment})
-
-    return run
-
-
 def check(result: Completed) -> Completed:
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}{result.stderr}"
     return result
@@ -95,7 +73,7 @@ def test_a_python_program_ends_during_a_step_three_times(hosts: Path, run_progra
     ("scenario", "messages"),
     [
         ("execute_error", ["ValueError: max_seq_len 1048576 exceeds max_model_len 64"]),
-        ("constructor_error", ["FileNotFoundError: model directory ", "ValueError: unknown executor options ['no']"]),
+        ("constructor_error", ["FileNotFoundError: model directory ", "ValueError: max_model_len is -1"]),
     ],
 )
 def test_exit_after_a_python_exception_three_times(run_scenario: Run, scenario: str, messages: list[str]) -> None:
@@ -201,14 +179,6 @@ def test_without_a_sink_nothing_reaches_stdout(run_scenario: Run) -> None:
         assert text in result.stderr
 
 
-def test_metrics_are_plain_numbers(run_scenario: Run) -> None:
-    numbers = json.loads(check(run_scenario("metrics")).stdout)
-    assert numbers["steps.eager"] == numbers["eager_reasons.graphs_off"] == numbers["plans.0"] == 7
-    assert numbers["time.executes"] == 7
-    assert 0 < numbers["time.execute_seconds"] < 60
-    assert numbers["memory.resident_bytes"] > 10**7
-
-
 def test_the_calling_order_of_xllms_bridge(run_scenario: Run) -> None:
     """Model from args, weights from the host's state dicts, mirrors completed, hidden states, then logits."""
     difference, error = check(run_scenario("compatible")).stdout.split("\n", 1)
@@ -231,7 +201,11 @@ def test_a_virtual_environment_with_editable_installs(run_scenario: Run, tmp_pat
     assert installed.returncode == 0, installed.stderr
     where = json.loads(check(run_scenario("where", executable=python)).stderr)
     source = PACKAGES / "xllm-executor" / "src" / "xllm_executor" / "__init__.py"
-    assert where == {"prefix": str(folder), "torch": torch.__file__, "xllm_executor": str(source)}
+    assert {key: where[key] for key in ("prefix", "torch", "xllm_executor")} == {
+        "prefix": str(folder),
+        "torch": torch.__file__,
+        "xllm_executor": str(source),
+    }
     assert check(run_scenario("steps", 5, executable=python)).stderr == ""
 
 

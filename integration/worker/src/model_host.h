@@ -15,7 +15,7 @@
 #include "ranks/rank_config.h"
 #include "torch_step_model.h"
 #include "xllm_executor/causal_lm.h"
-#include "xllm_executor/python_error.h"
+#include "xllm_executor/errors.h"
 #include "xllm_executor/tensor_parallel.h"
 #include "xllm_metadata/model_args.h"
 

@@ -14,10 +14,10 @@ using xllm_executor::PyCausalLM;
 using xllm_executor::PyExecutor;
 
 xllm_executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool cut_collectives) {
-  return {{"python_graph_backend", options.python_graph_backend},
-          {"graph_cut_collectives", cut_collectives},
-          {"max_tokens_per_batch", options.max_tokens_per_batch},
-          {"max_model_len", info.max_model_len}};
+  return {.python_graph_backend = options.python_graph_backend,
+          .graph_cut_collectives = cut_collectives,
+          .max_tokens_per_batch = options.max_tokens_per_batch,
+          .max_model_len = info.max_model_len};
 }
 
 class PythonTensorModel : public TensorModel {
@@ -39,7 +39,7 @@ class PythonTensorModel : public TensorModel {
 
   at::Tensor execute(const Batch& batch) override {
     try {
-      return executor_.execute(batch.tokens, batch.positions, batch.metadata, batch.logits_indices);
+      return executor_.execute({batch.tokens, batch.positions, batch.metadata, batch.logits_indices}).logits;
     } catch (const xllm_executor::PythonError& error) {
       write_log(error.traceback());
       throw;

@@ -1,4 +1,4 @@
-"""Output redirection, metrics and shutdown, without a C++ host."""
+"""Output redirection and shutdown, without a C++ host."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TextIO
 import pytest
 
 from xllm_executor import hosting
+from xllm_executor.streams import redirect_streams
 
 Record = tuple[int, str, str]
 
@@ -26,7 +27,11 @@ def redirect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Reco
         monkeypatch.setattr(sys, "stdout", sys.stdout)
         monkeypatch.setattr(sys, "stderr", sys.stderr)
         seen: list[Record] = []
-        hosting.redirect_output(lambda level, name, text: seen.append((level, name, text)))
+
+        def sink(level: int, name: str, text: str) -> None:
+            seen.append((level, name, text))
+
+        hosting.redirect_logging(sink, redirect_streams(sink))
         return seen
 
     yield start
@@ -115,21 +120,10 @@ def test_without_a_sink_stdout_is_stderr(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     logger = make_logger("aloof", sys.stdout, False)
-    hosting.redirect_output(None)
+    hosting.redirect_logging(None, redirect_streams(None))
     assert sys.stdout is sys.stderr
     logger.warning("a record")
     assert capsys.readouterr() == ("", "a record\n")
-
-
-def test_metrics_are_flat_numbers() -> None:
-    numbers = hosting.metrics({"steps": {"eager": 2}, "plans": [1, 3], "name": "text", "on": True})
-    assert numbers.pop("memory.resident_bytes") > 10**6
-    assert {name: value for name, value in numbers.items() if not name.startswith("memory.")} == {
-        "steps.eager": 2.0,
-        "plans.0": 1.0,
-        "plans.1": 3.0,
-        "on": 1.0,
-    }
 
 
 def test_shut_down_ends_every_executor_that_lives() -> None:

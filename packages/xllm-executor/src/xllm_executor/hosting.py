@@ -1,27 +1,21 @@
-"""Process-wide services of the C++ bridge: output redirection, metrics and shutdown.
+"""Process-wide services of the C++ bridge: redirection of log records, and the order of shutdown.
 
-Owns the redirection of logging, warnings and printed lines, and the order of shutdown. A pure Python host needs none
-of it.
+A pure Python host needs none of it.
 """
 
 from __future__ import annotations
 
 import gc
-import io
 import logging
-import resource
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO, cast
+from collections.abc import Sequence
+from typing import Any, TextIO
 
 import torch
 
 from . import tensor_parallel
-
-LogSink = Callable[[int, str, str], None]
-"""(level, logger, message)."""
+from .streams import LogSink, encodable
 
 _EXECUTORS: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -40,60 +34,29 @@ class _SinkHandler(logging.Handler):
             self.handleError(record)
 
 
-class _SinkStream(io.TextIOBase):
-    """A text stream that sends complete lines to the host. It has no file descriptor and no byte buffer."""
+def redirect_logging(sink: LogSink | None, replaced: Sequence[TextIO | None] = ()) -> None:
+    """Sends log records and warnings to the sink, or to stderr without one. Call `redirect_streams` before.
 
-    encoding = "utf-8"
-    errors = "backslashreplace"
-
-    def __init__(self, sink: LogSink, level: int, name: str) -> None:
-        self._sink = sink
-        self._level = level
-        self._name = name
-        self._line = ""
-
-    def write(self, text: str) -> int:
-        *lines, self._line = (self._line + text).replace("\r", "\n").split("\n")
-        for line in lines:
-            if line:
-                self._sink(self._level, self._name, line)
-        return len(text)
-
-    def flush(self) -> None:
-        """Does nothing: a line is sent when it is complete."""
-
-    def isatty(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-
-def redirect_output(sink: LogSink | None) -> None:
-    """Sends log records, warnings and printed lines to the sink, or to stderr without one.
-
-    stdout belongs to the host: Python prints nothing there.
+    Args:
+        replaced: what `redirect_streams` returned. Handlers that write to these streams, or to the present or original
+            ones, are redirected too.
     """
-    out, err = (sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)
     if sink is None:
-        for _, writer in _stream_handlers(out):
+        for _, writer in _stream_handlers((sys.__stdout__, *replaced[:1])):
             writer.setStream(sys.stderr)
-        sys.stdout = sys.stderr
         return
 
     def send(level: int, name: str, text: str) -> None:
-        sink(level, _encodable(name), _encodable(text))
+        sink(level, encodable(name), encodable(text))
 
     handler = _SinkHandler(send)
     logging.getLogger().addHandler(handler)
-    # Libraries imported earlier have handlers on the old streams, and torch's loggers do not propagate.
-    for logger, writer in _stream_handlers((*out, *err)):
+    # Libraries imported earlier have handlers on the streams, and torch's loggers do not propagate.
+    for logger, writer in _stream_handlers((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, *replaced)):
         logger.removeHandler(writer)
         if not _reaches(logger, handler):
             logger.addHandler(handler)
     logging.captureWarnings(True)
-    sys.stdout = cast(TextIO, _SinkStream(send, logging.INFO, "stdout"))
-    sys.stderr = cast(TextIO, _SinkStream(send, logging.WARNING, "stderr"))
 
 
 def register_executor(executor: Any) -> None:
@@ -117,35 +80,6 @@ def shut_down() -> None:
         for later in errors[1:]:
             errors[0].add_note(f"then: {type(later).__name__}: {later}")
         raise errors[0]
-
-
-def metrics(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Flattens an executor's stats to numbers by dotted name; adds the memory of process and devices in bytes."""
-    numbers = dict(_flatten("", stats))
-    numbers["memory.resident_bytes"] = float(_resident_bytes())
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # All devices, since the calling thread's current device may not be the model's.
-        devices = range(torch.cuda.device_count())
-        numbers["memory.device_allocated_bytes"] = float(sum(torch.cuda.memory_allocated(i) for i in devices))
-        numbers["memory.device_reserved_bytes"] = float(sum(torch.cuda.memory_reserved(i) for i in devices))
-    return numbers
-
-
-def _flatten(prefix: str, value: Any) -> list[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        items = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, list | tuple):
-        items = [(str(i), item) for i, item in enumerate(value)]
-    elif isinstance(value, int | float):
-        return [(prefix, float(value))]
-    else:
-        return []
-    return [number for key, item in items for number in _flatten(f"{prefix}.{key}" if prefix else key, item)]
-
-
-def _resident_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * resource.getpagesize()
 
 
 def _destroy_groups() -> None:
@@ -174,7 +108,3 @@ def _reaches(logger: logging.Logger | None, handler: logging.Handler) -> bool:
             return True
         logger = logger.parent if logger.propagate else None
     return False
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")

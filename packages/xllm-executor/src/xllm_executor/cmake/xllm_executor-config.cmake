@@ -50,6 +50,16 @@ file(GLOB _xllm_sources CONFIGURE_DEPENDS "${_xllm_bridge}/src/*.cpp")
 add_library(xllm_executor_bridge STATIC EXCLUDE_FROM_ALL ${_xllm_sources})
 set_target_properties(xllm_executor_bridge PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)
 target_include_directories(xllm_executor_bridge PUBLIC "${_xllm_bridge}/include" PRIVATE "${_xllm_bridge}/src")
+# The bridge runs this Python code before any package can be imported, so it holds the code's text.
+file(READ "${CMAKE_CURRENT_LIST_DIR}/../streams.py" _xllm_streams)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${CMAKE_CURRENT_LIST_DIR}/../streams.py")
+file(CONFIGURE OUTPUT xllm_executor/embedded_python.h @ONLY CONTENT
+"#pragma once
+namespace xllm_executor {
+inline constexpr const char* kStreamsSource = R\"python(@_xllm_streams@)python\";
+}
+")
+target_include_directories(xllm_executor_bridge PRIVATE "${CMAKE_CURRENT_BINARY_DIR}/xllm_executor")
 target_compile_definitions(xllm_executor_bridge PRIVATE "XLLM_EXECUTOR_PYTHON=\"${Python_EXECUTABLE}\"")
 target_link_libraries(xllm_executor_bridge
   PUBLIC xllm_metadata::metadata xllm_executor::torch

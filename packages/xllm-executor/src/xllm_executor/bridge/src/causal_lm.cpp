@@ -42,6 +42,8 @@ PyCausalLM::PyCausalLM(PyCausalLM&&) noexcept = default;
 PyCausalLM& PyCausalLM::operator=(PyCausalLM&&) noexcept = default;
 PyCausalLM::~PyCausalLM() = default;
 
+PyCausalLM::Impl& PyCausalLM::impl() const { return checked_handle(impl_, "PyCausalLM"); }
+
 PyCausalLM PyCausalLM::create(const ModelArgs& args, const ParallelArgs& parallel, const std::string& device) {
   return with_gil([&] {
     const py::module_ models = py::module_::import("xllm_models");
@@ -57,7 +59,7 @@ PyCausalLM PyCausalLM::create(const ModelArgs& args, const ParallelArgs& paralle
 }
 
 void PyCausalLM::load_weights(const std::vector<const StateDict*>& state_dicts) {
-  const c10::DeviceGuard guard(impl_->device);
+  const c10::DeviceGuard guard(impl().device);
   with_gil([&] {
     std::vector<StateDictView> views;
     views.reserve(state_dicts.size());
@@ -68,16 +70,16 @@ void PyCausalLM::load_weights(const std::vector<const StateDict*>& state_dicts) 
     for (const StateDictView& view : views) {
       list.append(view.object());
     }
-    impl_->model.get().attr("load_weights")(list, impl_->parallel.tp_rank(), impl_->parallel.tp_size());
+    impl().model.get().attr("load_weights")(list, impl().parallel.tp_rank(), impl().parallel.tp_size());
   });
 }
 
 at::Tensor PyCausalLM::logits(const at::Tensor& hidden, const std::optional<at::Tensor>& logits_indices) const {
-  const c10::DeviceGuard guard(impl_->device);
+  const c10::DeviceGuard guard(impl().device);
   return with_gil([&] {
     const c10::NoGradGuard no_grad;
     const py::object indices = logits_indices.has_value() ? py::cast(*logits_indices) : py::object(py::none());
-    return impl_->model.get().attr("compute_logits")(hidden, indices).cast<at::Tensor>();
+    return impl().model.get().attr("compute_logits")(hidden, indices).cast<at::Tensor>();
   });
 }
 
@@ -103,9 +105,9 @@ PyCausalLM PyCausalLM::load(const LoadOptions& options, const ParallelArgs& para
   });
 }
 
-const ModelArgs& PyCausalLM::args() const noexcept { return impl_->args; }
-at::ScalarType PyCausalLM::dtype() const noexcept { return impl_->dtype; }
-c10::Device PyCausalLM::device() const noexcept { return impl_->device; }
-const std::vector<CacheShape>& PyCausalLM::cache_shapes() const noexcept { return impl_->cache_shapes; }
+const ModelArgs& PyCausalLM::args() const { return impl().args; }
+at::ScalarType PyCausalLM::dtype() const { return impl().dtype; }
+c10::Device PyCausalLM::device() const { return impl().device; }
+const std::vector<CacheShape>& PyCausalLM::cache_shapes() const { return impl().cache_shapes; }
 
 }  // namespace xllm_executor

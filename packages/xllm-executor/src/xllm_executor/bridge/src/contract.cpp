@@ -42,9 +42,10 @@ std::vector<std::tuple<std::string, std::string, bool>> describe_contract() {
   std::vector<std::tuple<std::string, std::string, bool>> fields;
   using xllm_metadata::AttentionMetadata;
   using xllm_metadata::Property;
-  xllm_metadata::for_each_property_of<AttentionMetadata>([&]<class Member>(Property<Member AttentionMetadata::*> property) {
+  const auto visit = [&]<class Member>(Property<Member AttentionMetadata::*> property) {
     fields.emplace_back(std::string(property.name), Describe<Member>::type_name(), Describe<Member>::optional);
-  });
+  };
+  xllm_metadata::for_each_property_of<AttentionMetadata>(visit);
   return fields;
 }
 

@@ -32,10 +32,19 @@ py::object wrap_tensor(const std::optional<at::Tensor>& tensor) {
 
 py::dict config_dict(const Config& config) {
   py::dict dict;
-  for (const auto& [key, value] : config) {
-    dict[py::str(key)] = std::visit([](const auto& item) { return to_python(item); }, value);
-  }
+  for_each_option(config, [&](const char* name, const auto& value) { dict[name] = to_python(value); });
   return dict;
+}
+
+Metric read_metric(const py::handle& sample) {
+  const auto kind = sample.attr("kind").cast<std::string>();
+  return {
+      .name = sample.attr("name").cast<std::string>(),
+      .kind = kind == "counter" ? MetricKind::kCounter : MetricKind::kGauge,
+      .help = sample.attr("help").cast<std::string>(),
+      .labels = sample.attr("labels").cast<std::map<std::string, std::string>>(),
+      .value = sample.attr("value").cast<double>(),
+  };
 }
 
 }  // namespace
@@ -58,7 +67,7 @@ struct PyExecutor::Impl {
  private:
   static const py::object& checked(const PythonObject& object) {
     if (!object) {
-      throw std::runtime_error("the executor was shut down");
+      throw UsageError("the executor was shut down");
     }
     return object.get();
   }
@@ -68,12 +77,14 @@ PyExecutor::PyExecutor(PyExecutor&&) noexcept = default;
 PyExecutor& PyExecutor::operator=(PyExecutor&&) noexcept = default;
 PyExecutor::~PyExecutor() = default;
 
+PyExecutor::Impl& PyExecutor::impl() const { return checked_handle(impl_, "PyExecutor"); }
+
 PyExecutor::PyExecutor(const PyCausalLM& model, const Config& config, int64_t max_seqs_per_batch)
     : impl_(std::make_unique<Impl>(model.device())) {
   const c10::DeviceGuard guard(impl_->device);
   with_gil([&] {
     py::object executor = py::module_::import("xllm_executor")
-                              .attr("ModelExecutor")(model.impl_->model.get(), config_dict(config), max_seqs_per_batch);
+                              .attr("ModelExecutor")(model.impl().model.get(), config_dict(config), max_seqs_per_batch);
     py::module_::import("xllm_executor.hosting").attr("register_executor")(executor);
     impl_->execute = PythonObject(executor.attr("execute"));
     impl_->executor = PythonObject(std::move(executor));
@@ -81,7 +92,8 @@ PyExecutor::PyExecutor(const PyCausalLM& model, const Config& config, int64_t ma
 }
 
 void PyExecutor::bind_kv_caches(const std::vector<std::vector<at::Tensor>>& caches) {
-  const c10::DeviceGuard guard(impl_->device);
+  Impl& state = impl();
+  const c10::DeviceGuard guard(state.device);
   with_gil([&] {
     py::list layers;
     for (const auto& tensors : caches) {
@@ -91,68 +103,88 @@ void PyExecutor::bind_kv_caches(const std::vector<std::vector<at::Tensor>>& cach
       }
       layers.append(std::move(layer));
     }
-    impl_->live().attr("bind_kv_caches")(layers);
+    state.live().attr("bind_kv_caches")(layers);
   });
 }
 
 void PyExecutor::warmup() {
-  const c10::DeviceGuard guard(impl_->device);
-  with_gil([&] { impl_->live().attr("warmup")(); });
+  Impl& state = impl();
+  const c10::DeviceGuard guard(state.device);
+  with_gil([&] { state.live().attr("warmup")(); });
 }
 
-at::Tensor PyExecutor::execute(const at::Tensor& tokens,
-                               const at::Tensor& positions,
-                               const AttentionMetadata& metadata,
-                               const std::optional<at::Tensor>& logits_indices) {
+StepOutput PyExecutor::execute(const StepInput& input) {
+  Impl& state = impl();
+  if (!input.tokens.defined() || !input.positions.defined()) {
+    const std::string name = input.tokens.defined() ? "positions" : "tokens";
+    throw RefusedStep("ValueError", name + " is an undefined tensor; it must be [T] int32", "");
+  }
   const auto start = std::chrono::steady_clock::now();
-  const c10::DeviceGuard guard(impl_->device);
-  return with_gil([&] {
-    PyObject* const method = impl_->live_execute().ptr();
-    const MetadataView view(metadata);
-    const py::object py_tokens = wrap_tensor(tokens);
-    const py::object py_positions = wrap_tensor(positions);
-    const py::object py_indices = wrap_tensor(logits_indices);
-    const std::array<PyObject*, 4> arguments = {py_tokens.ptr(), py_positions.ptr(), view.handle().ptr(),
-                                                py_indices.ptr()};
-    const auto result = py::reinterpret_steal<py::object>(
-        PyObject_Vectorcall(method, arguments.data(), arguments.size(), nullptr));
-    if (!result) {
-      throw py::error_already_set();
-    }
-    if (!THPVariable_Check(result.ptr())) {
-      throw std::runtime_error("execute returned " + std::string(py::str(py::type::of(result))) + "; a tensor is needed");
-    }
-    impl_->execute_time += std::chrono::steady_clock::now() - start;
-    ++impl_->num_executes;
-    return at::Tensor(THPVariable_Unpack(result.ptr()));
-  });
+  const c10::DeviceGuard guard(state.device);
+  return with_gil(
+      [&] {
+        PyObject* const method = state.live_execute().ptr();
+        const MetadataView view(input.metadata);
+        const py::object tokens = wrap_tensor(input.tokens);
+        const py::object positions = wrap_tensor(input.positions);
+        const py::object indices = wrap_tensor(input.logits_indices);
+        const std::array<PyObject*, 4> arguments = {tokens.ptr(), positions.ptr(), view.handle().ptr(), indices.ptr()};
+        const auto result = py::reinterpret_steal<py::object>(
+            PyObject_Vectorcall(method, arguments.data(), arguments.size(), nullptr));
+        if (!result) {
+          throw py::error_already_set();
+        }
+        if (!THPVariable_Check(result.ptr())) {
+          throw Error("execute returned " + std::string(py::str(py::type::of(result))) + "; a tensor is needed");
+        }
+        state.execute_time += std::chrono::steady_clock::now() - start;
+        ++state.num_executes;
+        StepOutput output;
+        (input.logits_indices.has_value() ? output.logits : output.hidden_states) = THPVariable_Unpack(result.ptr());
+        return output;
+      },
+      throw_step_error);
 }
 
 std::string PyExecutor::stats_json() const {
+  const Impl& state = impl();
   return with_gil([&]() -> std::string {
-    return py::str(py::module_::import("json").attr("dumps")(impl_->live().attr("stats")()));
+    return py::str(py::module_::import("json").attr("dumps")(state.live().attr("stats")()));
   });
 }
 
-std::map<std::string, double> PyExecutor::metrics() const {
+std::vector<Metric> PyExecutor::metrics() const {
+  const Impl& state = impl();
   return with_gil([&] {
-    const py::object stats = impl_->live().attr("stats")();
-    auto numbers =
-        py::module_::import("xllm_executor.hosting").attr("metrics")(stats).cast<std::map<std::string, double>>();
-    numbers["time.executes"] = static_cast<double>(impl_->num_executes);
-    numbers["time.execute_seconds"] = std::chrono::duration<double>(impl_->execute_time).count();
-    return numbers;
+    std::vector<Metric> samples = {
+        {.name = "xllm_executor_execute_calls_total",
+         .kind = MetricKind::kCounter,
+         .help = "Calls of execute that returned.",
+         .labels = {},
+         .value = static_cast<double>(state.num_executes)},
+        {.name = "xllm_executor_execute_seconds_total",
+         .kind = MetricKind::kCounter,
+         .help = "Host time spent in these calls.",
+         .labels = {},
+         .value = std::chrono::duration<double>(state.execute_time).count()},
+    };
+    const py::object stats = state.live().attr("stats")();
+    for (const py::handle sample : py::module_::import("xllm_executor.metrics").attr("metrics")(stats)) {
+      samples.push_back(read_metric(sample));
+    }
+    return samples;
   });
 }
 
 void PyExecutor::shutdown() {
-  if (!impl_->executor) {
+  Impl& state = impl();
+  if (!state.executor) {
     return;
   }
-  const c10::DeviceGuard guard(impl_->device);
-  with_gil([&] { impl_->live().attr("shutdown")(); });
-  impl_->execute.reset();
-  impl_->executor.reset();
+  const c10::DeviceGuard guard(state.device);
+  with_gil([&] { state.live().attr("shutdown")(); });
+  state.execute.reset();
+  state.executor.reset();
 }
 
 }  // namespace xllm_executor

@@ -61,7 +61,7 @@ class MemberAccessor final : public Accessor {
 std::vector<std::unique_ptr<Accessor>> make_accessors() {
   std::vector<std::unique_ptr<Accessor>> accessors;
   using xllm_metadata::Property;
-  xllm_metadata::for_each_property_of<AttentionMetadata>([&]<class Member>(Property<Member AttentionMetadata::*> property) {
+  const auto visit = [&]<class Member>(Property<Member AttentionMetadata::*> property) {
     const auto add = [&](std::string name) {
       accessors.push_back(std::make_unique<MemberAccessor<Member>>(std::move(name), property.member));
     };
@@ -69,7 +69,8 @@ std::vector<std::unique_ptr<Accessor>> make_accessors() {
     if (property.name == "qo_indptr") {
       add("q_cu_seq_lens");
     }
-  });
+  };
+  xllm_metadata::for_each_property_of<AttentionMetadata>(visit);
   return accessors;
 }
 

@@ -68,4 +68,36 @@ PythonError to_python_error(const py::error_already_set& error) {
   return {std::move(type), std::move(message), std::move(traceback)};
 }
 
+namespace {
+
+bool is_out_of_memory(const py::error_already_set& error, const PythonError& text) {
+  if (error.matches(PyExc_MemoryError)) {
+    return true;
+  }
+  // torch's CPU allocator raises a plain RuntimeError.
+  if (text.message().find("DefaultCPUAllocator: can't allocate memory") != std::string::npos) {
+    return true;
+  }
+  const py::dict modules = py::module_::import("sys").attr("modules");
+  return modules.contains("torch") && error.matches(modules["torch"].attr("OutOfMemoryError"));
+}
+
+}  // namespace
+
+void throw_python_error(const py::error_already_set& error) {
+  PythonError text = to_python_error(error);
+  if (is_out_of_memory(error, text)) {
+    throw OutOfMemory(text.type(), text.message(), text.traceback());
+  }
+  throw text;
+}
+
+void throw_step_error(const py::error_already_set& error) {
+  if (error.matches(PyExc_ValueError) || error.matches(PyExc_TypeError)) {
+    const PythonError text = to_python_error(error);
+    throw RefusedStep(text.type(), text.message(), text.traceback());
+  }
+  throw_python_error(error);
+}
+
 }  // namespace xllm_executor

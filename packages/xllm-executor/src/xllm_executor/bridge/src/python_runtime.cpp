@@ -1,6 +1,7 @@
 #include "xllm_executor/python_runtime.h"
 
 #include <dlfcn.h>
+#include <pybind11/eval.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
@@ -18,6 +19,7 @@
 
 #include "child_process.h"
 #include "contract.h"
+#include "embedded_python.h"
 #include "interpreter_state.h"
 #include "python_object.h"
 
@@ -30,8 +32,8 @@ namespace {
 std::atomic<PythonRuntime*> g_runtime{nullptr};
 std::mutex g_start_mutex;
 
-std::runtime_error cannot_start(const std::string& why) {
-  return std::runtime_error("cannot start Python: " + why);
+EnvironmentError cannot_start(const std::string& why) {
+  return EnvironmentError("cannot start Python: " + why);
 }
 
 struct Interpreter {
@@ -87,7 +89,7 @@ void make_libpython_global() {
 // of the lock may need the GIL.
 class ReleasedGil {
  public:
-  ReleasedGil() : state_(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
+  ReleasedGil() : state_(holds_gil() ? PyEval_SaveThread() : nullptr) {}
   ~ReleasedGil() {
     if (state_ != nullptr) {
       PyEval_RestoreThread(state_);
@@ -122,12 +124,24 @@ class KeepSignals {
   std::array<struct sigaction, kNumbers.size()> actions_{};
 };
 
+// Initialises Python without its site module, which runs code of the environment: output is redirected first. Leaves
+// the locale as the host has it.
 void initialize(const std::string& executable) {
+  PyPreConfig preconfig;
+  PyPreConfig_InitPythonConfig(&preconfig);
+  preconfig.parse_argv = 0;
+  preconfig.configure_locale = 0;
+  preconfig.coerce_c_locale = 0;
+  PyStatus status = Py_PreInitialize(&preconfig);
+  if (PyStatus_Exception(status) != 0) {
+    throw cannot_start(status.err_msg != nullptr ? status.err_msg : "unknown error");
+  }
   PyConfig config;
   PyConfig_InitPythonConfig(&config);
   config.install_signal_handlers = 0;
   config.parse_argv = 0;
-  PyStatus status = PyConfig_SetBytesString(&config, &config.executable, executable.c_str());
+  config.site_import = 0;
+  status = PyConfig_SetBytesString(&config, &config.executable, executable.c_str());
   if (PyStatus_Exception(status) == 0) {
     status = PyConfig_SetBytesString(&config, &config.program_name, executable.c_str());
   }
@@ -175,17 +189,55 @@ std::string check_joined(const std::string& wanted) {
   return executable;
 }
 
-void install_log_sink(const LogSink& sink) {
-  py::object callback = py::none();
-  if (sink) {
-    callback = py::cpp_function([sink](int level, const std::string& logger, const std::string& message) {
-      sink(level, logger, message);
-    });
+// The host's sink as a Python function. An exception of the sink must not fail what Python is doing: it goes to stderr,
+// with the record.
+py::object python_sink(const LogSink& sink) {
+  if (!sink) {
+    return py::none();
   }
-  py::module_::import("xllm_executor.hosting").attr("redirect_output")(callback);
+  return py::cpp_function([sink](int level, const std::string& logger, const std::string& message) {
+    std::string error = "an unknown exception";
+    try {
+      return sink(level, logger, message);
+    } catch (const std::exception& exception) {
+      error = exception.what();
+    } catch (...) {  // NOLINT(bugprone-empty-catch)
+    }
+    std::fprintf(stderr, "the log sink threw: %s; the record was: %s: %s\n", error.c_str(), logger.c_str(),
+                 message.c_str());
+  });
 }
 
-void import_packages(const PythonOptions& options) {
+// Sends what Python prints to the sink, or to stderr. Runs before code of the environment: site customisation, torch.
+void redirect_streams(const py::object& sink) {
+  py::dict scope;
+  scope["__builtins__"] = py::module_::import("builtins");
+  scope["__name__"] = "xllm_executor_streams";
+  py::exec(kStreamsSource, scope);
+  scope["redirect_streams"](sink);
+}
+
+// Runs the site module as Python's own start does, and sets sys.flags.no_site to 0: child processes of Python get the
+// flags of their parent.
+void run_site() {
+  const py::object flags = py::module_::import("sys").attr("flags");
+  const py::object names = py::type::of(flags).attr("__match_args__");
+  const auto no_site = names.attr("index")("no_site").cast<Py_ssize_t>();
+  const auto size = flags.attr("n_fields").cast<Py_ssize_t>();
+  const auto copy = py::reinterpret_steal<py::object>(PyStructSequence_New(Py_TYPE(flags.ptr())));
+  if (!copy) {
+    throw py::error_already_set();
+  }
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    const py::object item = i == no_site ? py::int_(0)
+                                         : py::reinterpret_borrow<py::object>(PyStructSequence_GetItem(flags.ptr(), i));
+    PyStructSequence_SetItem(copy.ptr(), i, item.inc_ref().ptr());
+  }
+  PySys_SetObject("flags", copy.ptr());
+  py::module_::import("site").attr("main")();
+}
+
+void import_packages(const PythonOptions& options, const py::object& sink) {
   py::module_::import("signal");  // now: KeepSignals undoes its SIGINT handler
   auto path = py::module_::import("sys").attr("path").cast<py::list>();
   for (std::size_t i = 0; i < options.module_paths.size(); ++i) {
@@ -193,7 +245,7 @@ void import_packages(const PythonOptions& options) {
   }
   check_torch();
   py::module_::import("xllm_metadata").attr("check_contract")(contract_version(), describe_contract());
-  install_log_sink(options.log_sink);
+  py::module_::import("xllm_executor.hosting").attr("redirect_logging")(sink);
 }
 
 // Waits for running calls before a joined interpreter is finalised. Finalisation ends a thread that is in Python, or
@@ -203,7 +255,7 @@ void stop_before_finalization() {
     const py::gil_scoped_release released;
     if (!stop_for_exit()) {
       std::fputs("a call into Python is still running while the interpreter ends: ending the process\n", stderr);
-      std::fflush(nullptr);
+      flush_standard_streams();
       _exit(EXIT_FAILURE);  // the process's own exit code is not known here
     }
   };
@@ -213,13 +265,15 @@ void stop_before_finalization() {
 }  // namespace
 
 PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
+  const bool join = Py_IsInitialized() != 0;
+  if (join) {
+    refuse_sub_interpreter();
+  }
   const ReleasedGil released;
   const std::lock_guard lock(g_start_mutex);
   if (g_runtime.load() != nullptr) {
-    throw std::runtime_error("Python was started before: one interpreter per process, with " +
-                             g_runtime.load()->executable());
+    throw UsageError("Python was started before: one interpreter per process, with " + g_runtime.load()->executable());
   }
-  const bool join = Py_IsInitialized() != 0;
   std::string executable = options.executable.empty() ? XLLM_EXECUTOR_PYTHON : options.executable;
   std::optional<KeepSignals> keep_signals;
   if (!join) {
@@ -232,23 +286,27 @@ PythonRuntime& PythonRuntime::start(const PythonOptions& options) {
   std::string version;
   const py::gil_scoped_acquire gil;
   try {
+    const py::object sink = python_sink(options.log_sink);
+    redirect_streams(sink);
     if (join) {
       executable = check_joined(options.executable);
+    } else {
+      run_site();
     }
-    import_packages(options);
+    import_packages(options, sink);
     stop_before_finalization();
     version = py::str(py::module_::import("platform").attr("python_version")());
   } catch (const py::error_already_set& error) {
     const PythonError translated = to_python_error(error);
-    throw PythonError(translated.type(), "while starting Python with " + executable + ": " + translated.message(),
-                      translated.traceback());
+    throw EnvironmentError("while starting Python with " + executable + ": " + translated.what(),
+                           translated.traceback());
   }
   // Never freed: its destruction would finalise an interpreter that other threads may be in.
   auto* runtime = new PythonRuntime();  // NOLINT(cppcoreguidelines-owning-memory)
   runtime->executable_ = executable;
   runtime->version_ = version;
   g_runtime.store(runtime);
-  start_interpreter_state();
+  start_interpreter_state(options.calls_at_exit);
   return *runtime;
 }
 
@@ -258,6 +316,9 @@ PythonRuntime& PythonRuntime::get() {
 }
 
 void PythonRuntime::shutdown() {
+  if (Py_IsInitialized() != 0) {
+    refuse_sub_interpreter();
+  }
   const ReleasedGil released;  // the calls that it waits for need the GIL
   const std::lock_guard lock(g_start_mutex);
   if (!stop_interpreter_state()) {
@@ -268,7 +329,7 @@ void PythonRuntime::shutdown() {
   try {
     py::module_::import("xllm_executor.hosting").attr("shut_down")();
   } catch (const py::error_already_set& error) {
-    throw to_python_error(error);
+    throw_python_error(error);
   }
 }
 

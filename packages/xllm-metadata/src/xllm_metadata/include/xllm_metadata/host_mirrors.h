@@ -1,4 +1,5 @@
-// Derives absent host mirrors of a step's metadata, for a framework that has only cumulative KV lengths on the host.
+/// @file
+/// Derives absent host mirrors of a step's metadata, for a framework that has only cumulative KV lengths on the host.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +25,7 @@ inline std::string element(const char* name, const int32_t* values, int64_t i) {
   return std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(values[i]);
 }
 
-// Throws unless the tensor is a host indptr: int32 [B + 1], contiguous, from 0, non-decreasing.
+/// Throws unless the tensor is a host indptr: int32 [B + 1], contiguous, from 0, non-decreasing.
 inline void check_host_indptr(const at::Tensor& tensor, const char* name) {
   if (!tensor.is_cpu() || tensor.scalar_type() != at::kInt || tensor.dim() != 1 || !tensor.is_contiguous() ||
       tensor.numel() < 1) {
@@ -46,12 +47,12 @@ inline void check_host_indptr(const at::Tensor& tensor, const char* name) {
 
 }  // namespace detail
 
-// Computes absent fields from kv_seq_lens_host (cumulative, [B + 1]) and the page size: paged_kv_indptr_host,
-// paged_kv_last_page_len_host, max_query_len, max_seq_len, and in a prefill step qo_indptr_host, which then equals
-// kv_seq_lens_host. Leaves present fields unchanged. Reads no device tensor. New mirrors are pinned when slot_mapping
-// is on a CUDA device.
-// Throws std::invalid_argument if page_size is below 1, kv_seq_lens_host is absent, qo_indptr_host is absent in a
-// chunked step (no other field determines it), or one of the two is no indptr of B + 1 entries.
+/// Computes absent fields from kv_seq_lens_host (cumulative, [B + 1]) and the page size: paged_kv_indptr_host,
+/// paged_kv_last_page_len_host, max_query_len, max_seq_len, and in a prefill step qo_indptr_host, which then equals
+/// kv_seq_lens_host. Leaves present fields unchanged. Reads no device tensor. New mirrors are pinned when slot_mapping
+/// is on a CUDA device.
+/// Throws std::invalid_argument if page_size is below 1, kv_seq_lens_host is absent, qo_indptr_host is absent in a
+/// chunked step (no other field determines it), or one of the two is no indptr of B + 1 entries.
 inline void complete_host_mirrors(AttentionMetadata& metadata, int64_t page_size) {
   if (page_size < 1) {
     throw std::invalid_argument("complete_host_mirrors: page_size is " + std::to_string(page_size) +

@@ -1,4 +1,5 @@
-// Version of the step contract that these headers describe. A test compares it with Python's CONTRACT_VERSION.
+/// @file
+/// Version of the step contract that these headers describe. A test compares it with Python's CONTRACT_VERSION.
 #pragma once
 
 namespace xllm_metadata {

@@ -1,4 +1,5 @@
-// `StateDict`: the interface through which a model loads weights that the host holds.
+/// @file
+/// `StateDict`: the interface through which a model loads weights that the host holds.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,12 +9,12 @@
 
 namespace xllm_executor {
 
-// Named tensors. The host implements it. It is called from the loading thread, with the GIL held.
+/// Named tensors. The host implements it. It is called from the loading thread, with the GIL held.
 class StateDict {
  public:
   virtual ~StateDict() = default;
   [[nodiscard]] virtual bool has(const std::string& name) const = 0;
-  // The tensor, which may be a view of mapped memory: the model copies it. Called for names of keys() only.
+  /// The tensor, which may be a view of mapped memory: the model copies it. Called for names of keys() only.
   [[nodiscard]] virtual at::Tensor get_tensor(const std::string& name) const = 0;
   [[nodiscard]] virtual std::vector<std::string> keys() const = 0;
 };
