@@ -64,7 +64,10 @@ def test_no_misuse_of_memory_and_no_undefined_behaviour(
         "OMP_NUM_THREADS": "1",
     }
     lifecycle = (programs / "lifecycle_host", small_checkpoint, sys.executable)
-    scenarios = ("compatible", "shutdown_first", "shutdown_during_steps", "sink")
+    scenarios = (
+        *("compatible", "shutdown_first", "shutdown_during_steps", "sink", "throwing_sink"),
+        *("error_types", "moved_from", "sub_interpreter", "fork", "metrics"),
+    )
     drive = (programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
     planted, *runs = run_two_at_a_time(
         [(*lifecycle, "leak"), drive, *((*lifecycle, scenario) for scenario in scenarios), (*lifecycle, "threads", 1)],
@@ -106,7 +109,9 @@ def test_no_data_races(
     scenarios: list[tuple[object, ...]] = [
         *(("threads", 1), ("shutdown_during_steps",), ("join_and_shut_down",), ("gil_loss", 0.2)),
         *(("join_twice",), ("join_and_shut_down_twice",), ("steps_on_python_threads",)),
-        *(("exit_from_main",), ("exit_from_thread",), ("exit_during_a_destructor",)),
+        *(("exit_from_main",), ("exit_from_thread",), ("exit_during_a_destructor",), ("error_types",)),
+        *(("exit_in_first_load", "return:0"), ("exit_in_first_load", "thread:500")),
+        *(("exit_after_a_late_static", "thread"), ("return_while_a_loop_runs",)),
     ]
     drive = (*prefix, programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
     planted, *runs = run_two_at_a_time(
@@ -118,6 +123,7 @@ def test_no_data_races(
     assert planted.returncode == TSAN_OPTIONS["exitcode"], planted.stderr
     assert "data race" in planted.stderr
     assert "hosts::race()" in planted.stderr
-    for run in runs:
-        assert "ThreadSanitizer" not in run.stderr, run.stderr
-        assert run.returncode == 0, run.stderr
+    codes = {"exit_in_first_load": 7, "exit_after_a_late_static": 7, "return_while_a_loop_runs": 5}
+    for run, scenario in zip(runs, [("drive",), *scenarios], strict=True):
+        assert "ThreadSanitizer" not in run.stderr, (scenario, run.stderr)
+        assert run.returncode == codes.get(str(scenario[0]), 0), (scenario, run.stderr)
