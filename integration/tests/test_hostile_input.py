@@ -64,7 +64,7 @@ REQUEST = {
     "ignore_eos": True,
     "show_logits": True,
 }
-COMMANDS = ({"command": "stats"}, {"command": "pause"}, {"command": "resume"}, {"command": "unknown"})
+COMMANDS = tuple({"command": name} for name in ("stats", "pause", "resume", "cancel", "unknown"))
 MESSAGES = (REQUEST, *COMMANDS)
 KEYS = sorted({*REQUEST, "command", "unknown"})
 

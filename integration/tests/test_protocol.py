@@ -83,7 +83,7 @@ BAD_LINES: list[tuple[Line, str | None, str]] = [
         "bad",
         "token_ids has 33 tokens; the limit is 32, the size of the whole KV cache",
     ),
-    ({"command": "stop"}, None, 'command is "stop"; expected "stats", "pause" or "resume"'),
+    ({"command": "stop"}, None, 'command is "stop"; expected "stats", "pause", "resume" or "cancel"'),
     ({"command": "stats", "id": "bad"}, "bad", 'unknown key "id"; allowed: command'),
 ]
 

@@ -92,6 +92,8 @@ void Engine::handle_lines() {
       events_ += refused_event(*refused, line.number);
     } else if (const auto* command = std::get_if<PauseCommand>(&line.content)) {
       is_paused_ = command->pause;
+    } else if (const auto* command = std::get_if<CancelCommand>(&line.content)) {
+      cancel(*command, line.number);
     } else {
       lock.unlock();  // stats_json asks the other ranks, which may not answer
       const std::string executor = model_.stats_json();
@@ -113,8 +115,22 @@ void Engine::accept(Request request) {
   scheduler_.add(std::make_unique<Sequence>(std::move(request)));
 }
 
+void Engine::cancel(const CancelCommand& command, int64_t line) {
+  // Lines are handled between steps, so no step uses the sequence now.
+  const Sequence* sequence = scheduler_.find(command.id);
+  if (sequence == nullptr) {
+    const std::string message = "id \"" + command.id + "\" belongs to no waiting or running request";
+    events_ += error_event(command.id, line, kNotFound, message);
+    return;
+  }
+  events_ += finished_event(*sequence, "cancelled");
+  ++num_cancelled_;
+  retire(*sequence, /*has_failed=*/false);
+  update_queue();
+}
+
 void Engine::update_queue() {
-  if (inbox_ != nullptr) inbox_->set_num_dequeued(scheduler_.num_started() + num_duplicates_);
+  if (inbox_ != nullptr) inbox_->set_num_dequeued(scheduler_.num_dequeued() + num_duplicates_);
 }
 
 void Engine::step() {
@@ -236,6 +252,7 @@ std::string Engine::stats(const std::string& executor) const {
                       {"num_computed_tokens", num_computed_tokens_},
                       {"num_generated_tokens", num_generated_tokens_},
                       {"num_finished", num_finished_},
+                      {"num_cancelled", num_cancelled_},
                       {"num_preemptions", scheduler_.num_preemptions()},
                       {"num_running", scheduler_.num_running()},
                       {"num_waiting", scheduler_.num_waiting()},

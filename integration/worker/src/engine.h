@@ -54,6 +54,7 @@ class Engine {
   void serve(Inbox& inbox);
   void handle_lines();
   void accept(Request request);
+  void cancel(const CancelCommand& command, int64_t line);
   void update_queue();
   std::vector<NextToken> compute(const std::vector<ScheduledSequence>& batch);
   void deliver(Sequence& sequence, const NextToken& token);
@@ -89,6 +90,7 @@ class Engine {
   int64_t num_computed_tokens_ = 0;
   int64_t num_generated_tokens_ = 0;
   int64_t num_finished_ = 0;
+  int64_t num_cancelled_ = 0;
   int64_t num_duplicates_ = 0;  // requests refused because their id is in use
 };
 

@@ -23,7 +23,7 @@ class Inbox {
   void wait();  // until there is a line or the end
   std::deque<InputLine> take_all();  // all queued lines
 
-  // The number of requests so far that have left the queue: they run, or were refused after take_all().
+  // The number of requests so far that have left the queue: they run, or were cancelled or refused after take_all().
   void set_num_dequeued(int64_t num_dequeued);
 
   // Closed and empty.

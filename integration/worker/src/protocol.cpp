@@ -89,17 +89,21 @@ bool is_valid_id(const json& id) {
   return size >= 1 && size <= RequestLimits::kMaxIdBytes;
 }
 
+std::string read_id(const json& object) {
+  const json& id = object.at("id");
+  if (!is_valid_id(id)) {
+    refuse_value("id", id, "a string of 1 to " + std::to_string(RequestLimits::kMaxIdBytes) + " bytes");
+  }
+  return id.get<std::string>();
+}
+
 Request read_request(const json& object, int64_t line, const RequestLimits& limits) {
   check_keys(object,
              {"id", "token_ids", "max_tokens", "stop_token_ids", "ignore_eos", "show_logits"},
              {"id", "token_ids", "max_tokens"});
   Request request;
   request.line = line;
-  const json& id = object.at("id");
-  if (!is_valid_id(id)) {
-    refuse_value("id", id, "a string of 1 to " + std::to_string(RequestLimits::kMaxIdBytes) + " bytes");
-  }
-  request.id = id.get<std::string>();
+  request.id = read_id(object);
   request.token_ids = read_token_ids(object.at("token_ids"), "token_ids", limits.vocab_size);
   check_length(static_cast<int64_t>(request.token_ids.size()), limits);
   request.max_tokens = read_int(object.at("max_tokens"),
@@ -117,11 +121,15 @@ Request read_request(const json& object, int64_t line, const RequestLimits& limi
 }
 
 decltype(InputLine::content) read_command(const json& object) {
-  check_keys(object, {"command"}, {});
   const json& command = object.at("command");
+  if (command == "cancel") {
+    check_keys(object, {"command", "id"}, {"id"});
+    return CancelCommand{read_id(object)};
+  }
+  check_keys(object, {"command"}, {});
   if (command == "stats") return StatsCommand{};
   if (command == "pause" || command == "resume") return PauseCommand{command == "pause"};
-  refuse_value("command", command, "\"stats\", \"pause\" or \"resume\"");
+  refuse_value("command", command, "\"stats\", \"pause\", \"resume\" or \"cancel\"");
 }
 
 std::string to_line(const ordered_json& event) {

@@ -35,7 +35,13 @@ struct PauseCommand {
   bool pause;  // false: resume
 };
 
+// Ends a waiting or running request.
+struct CancelCommand {
+  std::string id;
+};
+
 inline constexpr std::string_view kInvalidRequest = "invalid_request";
+inline constexpr std::string_view kNotFound = "not_found";
 inline constexpr std::string_view kQueueFull = "queue_full";
 inline constexpr std::string_view kInternal = "internal";
 
@@ -48,7 +54,7 @@ struct RefusedLine {
 
 struct InputLine {
   int64_t number = 0;  // from 1
-  std::variant<Request, StatsCommand, PauseCommand, RefusedLine> content;
+  std::variant<Request, StatsCommand, PauseCommand, CancelCommand, RefusedLine> content;
 };
 
 InputLine parse_input_line(std::string_view text, int64_t number, const RequestLimits& limits);

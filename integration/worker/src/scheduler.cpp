@@ -48,7 +48,7 @@ void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t b
     const auto num_cached = blocks_.allocate(next.blocks, next.tokens);
     if (!num_cached) return;
     next.num_cached = *num_cached;
-    if (!std::exchange(next.has_started, true)) ++num_started_;
+    if (!std::exchange(next.has_started, true)) ++num_dequeued_;
     insert_by_arrival(running_, std::move(waiting_.front()));
     waiting_.pop_front();
     const int64_t num_new = std::min(budget, next.num_pending());
@@ -109,14 +109,29 @@ void Scheduler::discard_pages_of(std::span<const Sequence* const> sequences) {
 }
 
 void Scheduler::remove(const Sequence& sequence, bool has_failed) {
-  const auto found =
-      std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return other.get() == &sequence; });
+  const auto is_it = [&](const auto& other) { return other.get() == &sequence; };
+  if (const auto found = std::ranges::find_if(waiting_, is_it); found != waiting_.end()) {
+    if (!sequence.has_started) ++num_dequeued_;
+    waiting_.erase(found);  // it has no pages
+    return;
+  }
+  const auto found = std::ranges::find_if(running_, is_it);
   if (has_failed) {
     blocks_.discard((*found)->blocks);
   } else {
     blocks_.free((*found)->blocks);
   }
   running_.erase(found);
+}
+
+const Sequence* Scheduler::find(std::string_view request_id) const {
+  for (const auto& sequence : running_) {
+    if (sequence->request.id == request_id) return sequence.get();
+  }
+  for (const auto& sequence : waiting_) {
+    if (sequence->request.id == request_id) return sequence.get();
+  }
+  return nullptr;
 }
 
 }  // namespace xllm_worker

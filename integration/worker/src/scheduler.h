@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "block_manager.h"
@@ -36,8 +37,11 @@ class Scheduler {
   // that read one of them: their tokens are computed again.
   void discard_pages_of(std::span<const Sequence* const> sequences);
 
-  // Removes a running sequence and frees its pages. The prefix cache drops the pages of a failed sequence.
+  // Removes a running or waiting sequence and frees its pages. The prefix cache drops the pages of a failed sequence.
   void remove(const Sequence& sequence, bool has_failed);
+
+  // The running or waiting sequence of this request; null if there is none.
+  const Sequence* find(std::string_view request_id) const;
 
   // All running and waiting sequences, in order of arrival.
   std::vector<const Sequence*> all() const;
@@ -46,7 +50,8 @@ class Scheduler {
   int64_t num_running() const { return static_cast<int64_t>(running_.size()); }
   int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }
   int64_t num_preemptions() const { return num_preemptions_; }
-  int64_t num_started() const { return num_started_; }  // sequences that were scheduled at least once
+  // Sequences that have left the queue: they were scheduled at least once, or were removed before.
+  int64_t num_dequeued() const { return num_dequeued_; }
 
  private:
   // Allocates a page for one more token if needed, and preempts the youngest sequences until one is free. Returns false
@@ -63,7 +68,7 @@ class Scheduler {
   std::vector<std::unique_ptr<Sequence>> running_;
   std::deque<std::unique_ptr<Sequence>> waiting_;
   int64_t num_preemptions_ = 0;
-  int64_t num_started_ = 0;
+  int64_t num_dequeued_ = 0;
 };
 
 }  // namespace xllm_worker
