@@ -75,6 +75,10 @@ def cases(draw: st.DrawFn) -> Case:
     }
 
 
+def without_timing(event: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in event.items() if key != "timing"}
+
+
 def case_of(requests: list[tuple[int, dict[str, Any]]], **changes: Any) -> Case:
     case = {
         "num_blocks": 100,

@@ -16,6 +16,10 @@ bool contains(const std::vector<int32_t>& ids, int32_t id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
 }
 
+nlohmann::json to_json(const StepTimes& times) {
+  return {{"count", times.count}, {"seconds", std::chrono::duration<double>(times.total).count()}};
+}
+
 std::string refused_event(const RefusedLine& refused, int64_t number) {
   return error_event(refused.id, number, refused.type, refused.message);
 }
@@ -141,10 +145,10 @@ void Engine::step() {
   }
   update_queue();
   if (batch.empty()) throw std::logic_error("the scheduler has work but made an empty step");
-  ++num_steps_;
+  StepTimes& times = times_of(batch);
   std::vector<NextToken> tokens;
   try {
-    tokens = compute(batch);
+    tokens = compute(batch, times);
   } catch (const RankFailure&) {
     throw;
   } catch (const std::exception& error) {
@@ -175,7 +179,21 @@ void Engine::step() {
   write_(std::exchange(events_, {}));
 }
 
-std::vector<NextToken> Engine::compute(const std::vector<ScheduledSequence>& batch) {
+StepTimes& Engine::times_of(const std::vector<ScheduledSequence>& batch) {
+  const auto is_decode = [](const ScheduledSequence& part) { return part.sequence->is_decode(); };
+  if (std::ranges::all_of(batch, is_decode)) return decode_steps_;
+  return std::ranges::any_of(batch, is_decode) ? mixed_steps_ : prefill_steps_;
+}
+
+std::vector<NextToken> Engine::compute(const std::vector<ScheduledSequence>& batch, StepTimes& times) {
+  const struct Timer {  // a failed step counts too
+    StepTimes& times;
+    Clock::time_point begin = Clock::now();
+    ~Timer() {
+      times.total += Clock::now() - begin;
+      ++times.count;
+    }
+  } timer{times};
   const auto num_wanted = std::count_if(batch.begin(), batch.end(), [](const auto& s) { return s.needs_token(); });
   std::vector<NextToken> tokens = model_.step(batch);
   if (std::ssize(tokens) != num_wanted) {
@@ -187,6 +205,8 @@ std::vector<NextToken> Engine::compute(const std::vector<ScheduledSequence>& bat
 
 void Engine::deliver(Sequence& sequence, const NextToken& token) {
   sequence.tokens.push_back(token.id);
+  sequence.last_token = Clock::now();
+  if (!sequence.first_token) sequence.first_token = sequence.last_token;
   ++num_generated_tokens_;
   events_ += token_event(sequence.request.id, token);
   const std::string_view reason = finish_reason(sequence);
@@ -247,8 +267,12 @@ void Engine::retire(const Sequence& sequence, bool has_failed) {
 std::string Engine::stats(const std::string& executor) const {
   const PrefixCacheCounts cache = blocks_.prefix_cache_counts();
   return stats_event(nlohmann::json::parse(executor),
-                     {{"num_steps", num_steps_},
+                     {{"num_steps", prefill_steps_.count + mixed_steps_.count + decode_steps_.count},
                       {"num_failed_steps", num_failed_steps_},
+                      {"steps",
+                       {{"prefill", to_json(prefill_steps_)},
+                        {"mixed", to_json(mixed_steps_)},
+                        {"decode", to_json(decode_steps_)}}},
                       {"num_computed_tokens", num_computed_tokens_},
                       {"num_generated_tokens", num_generated_tokens_},
                       {"num_finished", num_finished_},

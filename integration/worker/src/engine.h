@@ -26,6 +26,12 @@ struct EngineLimits {
   std::vector<int32_t> eos_token_ids;
 };
 
+// Steps of one kind.
+struct StepTimes {
+  int64_t count = 0;
+  Clock::duration total{};  // of the model: building the batch, computing and sampling
+};
+
 class Engine {
  public:
   using Write = std::function<void(std::string_view events)>;  // whole lines
@@ -56,7 +62,8 @@ class Engine {
   void accept(Request request);
   void cancel(const CancelCommand& command, int64_t line);
   void update_queue();
-  std::vector<NextToken> compute(const std::vector<ScheduledSequence>& batch);
+  StepTimes& times_of(const std::vector<ScheduledSequence>& batch);
+  std::vector<NextToken> compute(const std::vector<ScheduledSequence>& batch, StepTimes& times);
   void deliver(Sequence& sequence, const NextToken& token);
   void fail_not_numbers(const std::vector<const Sequence*>& sequences);
   void fail_everything(const std::string& message, Inbox& inbox);
@@ -85,7 +92,9 @@ class Engine {
   std::string stop_message_;  // constant once the engine is stopping
   std::atomic<bool> is_stopping_{false};
 
-  int64_t num_steps_ = 0;
+  StepTimes prefill_steps_;  // prompts only
+  StepTimes mixed_steps_;    // prompts and decodes
+  StepTimes decode_steps_;   // decodes only
   int64_t num_failed_steps_ = 0;
   int64_t num_computed_tokens_ = 0;
   int64_t num_generated_tokens_ = 0;

@@ -1,6 +1,7 @@
 #include "protocol.h"
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -132,6 +133,22 @@ decltype(InputLine::content) read_command(const json& object) {
   refuse_value("command", command, "\"stats\", \"pause\", \"resume\" or \"cancel\"");
 }
 
+// Seconds; null for what the request did not reach.
+ordered_json timing(const Sequence& sequence) {
+  const auto seconds = [](Clock::time_point from, std::optional<Clock::time_point> to) {
+    return to ? ordered_json(std::chrono::duration<double>(*to - from).count()) : ordered_json(nullptr);
+  };
+  const Clock::time_point arrival = sequence.request.arrival;
+  ordered_json tpot = nullptr;
+  if (const int64_t num_gaps = sequence.num_generated() - 1; num_gaps > 0) {
+    const std::chrono::duration<double> decoding = sequence.last_token - *sequence.first_token;
+    tpot = decoding.count() / static_cast<double>(num_gaps);
+  }
+  return {{"queue", seconds(arrival, sequence.first_scheduled)},
+          {"ttft", seconds(arrival, sequence.first_token)},
+          {"tpot", tpot}};
+}
+
 std::string to_line(const ordered_json& event) {
   return event.dump(-1, ' ', false, ordered_json::error_handler_t::replace) + "\n";
 }
@@ -188,7 +205,8 @@ std::string finished_event(const Sequence& sequence, std::string_view finish_rea
                   {"finished", true},
                   {"finish_reason", finish_reason},
                   {"prompt_tokens", sequence.num_prompt_tokens},
-                  {"completion_tokens", sequence.num_generated()}});
+                  {"completion_tokens", sequence.num_generated()},
+                  {"timing", timing(sequence)}});
 }
 
 std::string error_event(const std::optional<std::string>& id,

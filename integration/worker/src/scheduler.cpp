@@ -15,9 +15,6 @@ void insert_by_arrival(auto& sequences, std::unique_ptr<Sequence> sequence) {
   sequences.insert(std::ranges::upper_bound(sequences, arrival(sequence), {}, arrival), std::move(sequence));
 }
 
-// A prompt's last chunk of one token counts as decode too: the step is the same.
-bool is_decode(const Sequence& sequence) { return sequence.num_cached > 0 && sequence.num_pending() == 1; }
-
 }  // namespace
 
 std::vector<ScheduledSequence> Scheduler::schedule() {
@@ -31,13 +28,13 @@ void Scheduler::schedule_decodes(std::vector<ScheduledSequence>& step) {
   // By index: preemption removes sequences from the end.
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence& sequence = *running_[i];
-    if (is_decode(sequence) && make_room_to_decode(sequence)) step.push_back({&sequence, 1});
+    if (sequence.is_decode() && make_room_to_decode(sequence)) step.push_back({&sequence, 1});
   }
 }
 
 void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t budget) {
   for (const auto& sequence : running_) {
-    if (is_decode(*sequence) || budget == 0) continue;
+    if (sequence->is_decode() || budget == 0) continue;
     const int64_t num_new = std::min(budget, sequence->num_pending());
     step.push_back({sequence.get(), num_new});
     budget -= num_new;
@@ -48,7 +45,10 @@ void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t b
     const auto num_cached = blocks_.allocate(next.blocks, next.tokens);
     if (!num_cached) return;
     next.num_cached = *num_cached;
-    if (!std::exchange(next.has_started, true)) ++num_dequeued_;
+    if (!next.has_started()) {
+      next.first_scheduled = Clock::now();
+      ++num_dequeued_;
+    }
     insert_by_arrival(running_, std::move(waiting_.front()));
     waiting_.pop_front();
     const int64_t num_new = std::min(budget, next.num_pending());
@@ -111,7 +111,7 @@ void Scheduler::discard_pages_of(std::span<const Sequence* const> sequences) {
 void Scheduler::remove(const Sequence& sequence, bool has_failed) {
   const auto is_it = [&](const auto& other) { return other.get() == &sequence; };
   if (const auto found = std::ranges::find_if(waiting_, is_it); found != waiting_.end()) {
-    if (!sequence.has_started) ++num_dequeued_;
+    if (!sequence.has_started()) ++num_dequeued_;
     waiting_.erase(found);  // it has no pages
     return;
   }

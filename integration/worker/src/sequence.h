@@ -1,11 +1,15 @@
 // Holds a request and the state of its sequence.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace xllm_worker {
+
+using Clock = std::chrono::steady_clock;
 
 struct Request {
   std::string id;
@@ -15,6 +19,7 @@ struct Request {
   std::vector<int32_t> stop_token_ids;
   bool ignore_eos = false;
   bool show_logits = false;
+  Clock::time_point arrival = Clock::now();  // when its line was read
 };
 
 struct Sequence {
@@ -27,13 +32,18 @@ struct Sequence {
   int64_t num_generated() const { return num_tokens() - num_prompt_tokens; }
   // Tokens whose keys and values are not in the cache yet. 1 while decoding.
   int64_t num_pending() const { return num_tokens() - num_cached; }
+  bool has_started() const { return first_scheduled.has_value(); }  // it may be preempted now
+  // A prompt's last chunk of one token counts as decode too: the step is the same.
+  bool is_decode() const { return num_cached > 0 && num_pending() == 1; }
 
   Request request;
   std::vector<int32_t> tokens;  // prompt, then answer
   int64_t num_prompt_tokens;
   int64_t num_cached = 0;
-  bool has_started = false;  // was scheduled before; it may be preempted now
   std::vector<int32_t> blocks;  // pages, in order
+  std::optional<Clock::time_point> first_scheduled;
+  std::optional<Clock::time_point> first_token;
+  Clock::time_point last_token;
 };
 
 // One sequence's part of a step: tokens[num_cached, num_cached + num_new) are computed.
