@@ -44,3 +44,22 @@ def test_no_symbol_of_the_bridge_is_in_the_namespace_of_the_framework(hosts: Pat
     ).stdout
     assert "xllm_executor::PyExecutor::execute" in symbols
     assert not re.findall(r"\bxllm::\w+", symbols)
+
+
+def test_every_public_declaration_has_a_doxygen_comment() -> None:
+    """A struct, class, enum, alias or function of a namespace; and no comment that Doxygen would not see."""
+    declaration = re.compile(r"(struct|class|enum class|template|inline|constexpr|\[\[nodiscard\]\]|using \w+ =)\b.*")
+    for folder in HEADERS.values():
+        files = [file for file in folder.rglob("*.h") if "src" not in file.relative_to(folder).parts]
+        assert files
+        for file in files:
+            lines = file.read_text().splitlines()
+            assert lines[0] == "/// @file", file
+            public = True
+            for before, line in zip(["", *lines], lines, strict=False):
+                if line.startswith(("namespace detail", "}  // namespace detail")):
+                    public = line.startswith("}")
+                plain = re.search(r"(^|\s)//(?!/)", line)
+                assert plain is None or line.startswith(("///", "}  // namespace")), f"{file}: {line}"
+                if public and declaration.fullmatch(line):
+                    assert before.strip().startswith(("///", "template", "requires")), f"{file}: {line}"

@@ -19,6 +19,7 @@ from xllm_attention import Attention, AttentionSpec
 from .config import LAYER_TYPES, TEXT_MODEL_TYPE, ModelConfig, text_config
 from .layers import KeepDtypeParameter, ParallelLMHead, TensorParallel
 from .loading import StateDict, WeightMap, dequantized, in_layer_layout, load_weights, without_prefixes
+from .loading.state_dict import read_once
 from .passes import NextWeights, PartialSums, run_on_meta
 
 _LOGGER = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class CausalLM(nn.Module, ABC):
     ) -> None:
         """Set parameters and persistent buffers from the state dicts, in place; errors: `loading.load_weights`.
 
+        Each state dict's `get_tensor` is asked once per weight, unless it has `get_slice`, which reads regions.
         ValueError if `tp_rank` and `tp_size` are not those of `self.tp`.
         """
         if (tp_rank, tp_size) != (self.tp.rank, self.tp.size):
@@ -133,7 +135,7 @@ class CausalLM(nn.Module, ABC):
                 f"weights of rank {tp_rank} of {tp_size} do not fit a model built as rank {self.tp.rank} of "
                 f"{self.tp.size}"
             )
-        state_dicts = without_prefixes(state_dicts, self.weight_map)
+        state_dicts = without_prefixes(read_once(state_dicts), self.weight_map)
         ignored = self.weight_map.count_ignored(name for one in state_dicts for name in list(one.keys()))
         if ignored:
             listed = ", ".join(f"{count} of {pattern}" for pattern, count in ignored.items())

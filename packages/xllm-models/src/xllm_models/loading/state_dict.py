@@ -98,6 +98,34 @@ class SafetensorsStateDict:
         return self._names.keys()
 
 
+class ReadOnce:
+    """A state dict that asks its source for each tensor once: a serving framework's `get_tensor` may be costly.
+
+    It keeps the tensors as long as it exists, so the source should return views of memory that it holds anyway.
+    """
+
+    def __init__(self, source: StateDict) -> None:
+        self._source = source
+        self._names = tuple(source.keys())
+        self._read: dict[str, torch.Tensor] = {}
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        if name not in self._read:
+            self._read[name] = self._source.get_tensor(name)
+        return self._read[name]
+
+    def keys(self) -> Collection[str]:
+        return self._names
+
+
+def read_once(state_dicts: Iterable[StateDict]) -> list[StateDict]:
+    """The state dicts, with `ReadOnce` around those that cannot read a region of a tensor."""
+    return [one if isinstance(one, SliceableStateDict) else ReadOnce(one) for one in state_dicts]
+
+
 def shape_and_dtype(state_dict: StateDict, name: str) -> tuple[tuple[int, ...], str]:
     """Shape and dtype name of a tensor; a sliceable state dict does not read it for that."""
     if isinstance(state_dict, SliceableStateDict):

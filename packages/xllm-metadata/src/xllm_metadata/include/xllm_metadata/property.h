@@ -23,6 +23,7 @@ inline constexpr int xllm_metadata_property_begin = -1;
 
 namespace xllm_metadata {
 
+/// Index of a property in its struct.
 template <int Index>
 using PropertyIndex = std::integral_constant<int, Index>;
 

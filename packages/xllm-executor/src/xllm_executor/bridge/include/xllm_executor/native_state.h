@@ -29,6 +29,7 @@ struct AttentionLayer {
   double logits_soft_cap = 0;     ///< 0: none
 };
 
+/// A loaded checkpoint: what a C++ model needs to run it.
 struct NativeState {
   ModelArgs args;
   std::vector<AttentionLayer> layers;

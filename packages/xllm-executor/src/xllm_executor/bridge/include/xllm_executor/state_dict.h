@@ -14,7 +14,7 @@ class StateDict {
  public:
   virtual ~StateDict() = default;
   [[nodiscard]] virtual bool has(const std::string& name) const = 0;
-  /// The tensor, which may be a view of mapped memory: the model copies it. Called for names of keys() only.
+  /// The tensor, which may be a view of mapped memory: the model copies it. Called once for each name of keys().
   [[nodiscard]] virtual at::Tensor get_tensor(const std::string& name) const = 0;
   [[nodiscard]] virtual std::vector<std::string> keys() const = 0;
 };

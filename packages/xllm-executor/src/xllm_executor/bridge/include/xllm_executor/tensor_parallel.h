@@ -11,6 +11,7 @@ namespace xllm_executor {
 
 using xllm_metadata::ParallelArgs;
 
+/// Options of TensorParallelGroup::join.
 struct GroupOptions {
   std::string backend = {};  ///< "gloo", "nccl"; empty: nccl for CUDA devices, gloo for others
   std::string device = "cpu";
