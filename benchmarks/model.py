@@ -36,6 +36,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, tp: Tenso
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=_STD[shape])
+    model.weights_loaded = True
     return model if tp is None or tp.size == 1 else _share(model, tp)
 
 
@@ -54,4 +55,5 @@ def _share(whole: CausalLM, tp: TensorParallel) -> CausalLM:
             parameter.zero_()  # rows that pad the vocabulary
             for mine, complete in zip(module.weight_shards(key), owner.weight_shards(key), strict=True):
                 parameter[mine.target] = values[complete.target][mine.source]
+    share.weights_loaded = True
     return share

@@ -52,6 +52,7 @@ def make_model(context: ranks.RankContext) -> CausalLM:
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator) * 0.2
         parameter.copy_(values + 1 if parameter.dim() == 1 else values)
+    model.weights_loaded = True
     return model
 
 

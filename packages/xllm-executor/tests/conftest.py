@@ -31,6 +31,7 @@ def model() -> CausalLM:
     model = get_model_class("llama")(CONFIG)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
+    model.weights_loaded = True
     return model
 
 
@@ -41,7 +42,14 @@ def small_model() -> CausalLM:
     model = get_model_class("llama")(CONFIG | {"n_layers": 2})
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
+    model.weights_loaded = True
     return model
+
+
+@pytest.fixture
+def unloaded_model() -> CausalLM:
+    """Two layers whose weights are not set."""
+    return get_model_class("llama")(CONFIG | {"n_layers": 2})
 
 
 @pytest.fixture

@@ -258,7 +258,9 @@ def test_a_context_longer_than_the_model_is_refused(small_model: CausalLM) -> No
 
 def test_the_context_is_what_the_model_was_made_for(small_model: CausalLM, make_caches: Caches) -> None:
     """The rotary tables end there; a step beyond them would read out of bounds."""
-    executor = make_executor(type(small_model)(replace(small_model.config, max_model_len=16)), make_caches)
+    short = type(small_model)(replace(small_model.config, max_model_len=16))
+    short.weights_loaded = True  # any values do
+    executor = make_executor(short, make_caches)
     step = build_attention_metadata([1], [17], [[1, 2, 3, 4, 5]], page_size=4)
     with pytest.raises(ValueError, match="max_seq_len 17 exceeds max_model_len 16"):
         executor.execute(TOKENS[:1], torch.tensor([16], dtype=torch.int32), step)

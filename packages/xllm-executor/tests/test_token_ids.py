@@ -34,6 +34,7 @@ torch.manual_seed(rank)
 model = get_model_class("llama")(CONFIG | {"n_layers": 2}, tp=TensorParallel(rank=rank, size=2, group="tp"))
 for parameter in model.parameters():
     torch.nn.init.normal_(parameter, std=0.2)
+model.weights_loaded = True
 runner = ModelExecutor(model, {"python_graph_backend": sys.argv[4], "max_tokens_per_batch": 8}, 8)
 shapes = [(16, 4, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
 runner.bind_kv_caches([(torch.zeros(shape), torch.zeros(shape)) for shape in shapes])

@@ -39,7 +39,7 @@ class ModelExecutor:
     the previous step.
 
     Args:
-        model: with its weights loaded.
+        model: its weights may be loaded later, but before the first `warmup` or `execute`.
         config: an `ExecutorConfig`, or a mapping of its fields.
         max_seqs_per_batch: largest number of sequences in a step.
         graph_passes: applied to the graphs of a torch.compile backend, before the compiler.
@@ -84,6 +84,7 @@ class ModelExecutor:
         self._model: CausalLM | None = model
         self._graph_passes = graph_passes
         self._runners: RunnerSet | None = None  # made when the caches are bound
+        self._ready_runners: RunnerSet | None = None  # the same, after the first use has found the weights loaded
         self._last_stats: dict[str, object] | None = None  # taken at shutdown
         self._validate = config.validate or os.environ.get("XLLM_VALIDATE") == "1"
         self._vocab_size = model.config.vocab_size
@@ -120,14 +121,13 @@ class ModelExecutor:
         fails leaves no graph: steps run eagerly then, and it may be tried again.
 
         Raises:
-            RuntimeError: no cache is bound, graphs are captured already, or a capture failed (`CaptureError` says why).
+            RuntimeError: no cache is bound, the model has no loaded weights, graphs are captured already, or a capture
+                failed (`CaptureError` says why).
         """
-        self._live()
-        if self._runners is None:
-            raise RuntimeError("warmup was called before bind_kv_caches")
+        runners = self._ready_runners or self._first_use("warmup")
         counted = self._num_plans()
         try:
-            self._warm_up(self._runners)
+            self._warm_up(runners)
         finally:
             now = self._backend.plan_counts
             self._warmup_plans = tuple(count - before for count, before in zip(now, counted, strict=True))
@@ -157,18 +157,18 @@ class ModelExecutor:
             logits [n, vocab] in the model's dtype, or hidden states [T, hidden]; valid until the next `execute`.
 
         Raises:
-            RuntimeError: no cache is bound, the executor was shut down, or `eager_is_error` forbids the step.
+            RuntimeError: no cache is bound, the model has no loaded weights, the executor was shut down, or
+                `eager_is_error` forbids the step.
             ValueError: a wrong shape or dtype, a token id outside the vocabulary, an absent field, metadata for another
                 number of tokens, or a step beyond the limits. The executor stays usable.
         """
-        self._live()
-        if self._runners is None or self._num_pages is None:
-            raise RuntimeError("execute was called before bind_kv_caches")
+        runners = self._ready_runners or self._first_use("execute")
         if inputs_embeds is not None:
             raise ValueError("inputs_embeds is not supported by this version; pass token ids")
         self._check_inputs(tokens, positions, logits_indices)
         try:
             if self._validate:
+                assert self._num_pages is not None  # the caches are bound
                 validate(
                     metadata,
                     num_tokens=tokens.shape[0],
@@ -181,18 +181,19 @@ class ModelExecutor:
             self._check_limits(tokens, metadata)
             if self._checks_token_ids:
                 check_token_ids(tokens, self._vocab_size)
-            return self._runners.execute(tokens, positions, metadata, logits_indices)
+            return runners.execute(tokens, positions, metadata, logits_indices)
         except (AttributeError, TypeError):
             check_present(metadata)  # names an absent field; a check before every step would cost host time
             raise
 
     @property
     def runners(self) -> RunnerSet:
-        """The runners that execute the steps. Raises `RuntimeError` before `bind_kv_caches` and after `shutdown`."""
-        self._live()
-        if self._runners is None:
-            raise RuntimeError("there are no runners before bind_kv_caches")
-        return self._runners
+        """The runners that execute the steps.
+
+        Raises:
+            RuntimeError: no cache is bound, the model has no loaded weights, or the executor was shut down.
+        """
+        return self._ready_runners or self._first_use("runners")
 
     def stats(self) -> dict[str, object]:
         """Counts since the start, as plain values.
@@ -224,12 +225,21 @@ class ModelExecutor:
         self._last_stats = self.stats()
         if self._runners is not None:
             self._runners.release()
-        self._model = self._runners = None
+        self._model = self._runners = self._ready_runners = None
 
     def _live(self) -> CausalLM:
         if self._model is None:
             raise RuntimeError("the executor was shut down")
         return self._model
+
+    def _first_use(self, call: str) -> RunnerSet:
+        """The runners, after the checks that need not be repeated for every step."""
+        model = self._live()
+        if self._runners is None:
+            raise RuntimeError(f"{call} was called before bind_kv_caches")
+        model.check_weights_loaded()
+        self._ready_runners = self._runners
+        return self._runners
 
     def _warm_up(self, runners: RunnerSet) -> None:
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)

@@ -18,7 +18,15 @@ from xllm_attention import Attention, AttentionSpec
 
 from .config import LAYER_TYPES, TEXT_MODEL_TYPE, ModelConfig, text_config
 from .layers import KeepDtypeParameter, ParallelLMHead, TensorParallel
-from .loading import StateDict, WeightMap, dequantized, in_layer_layout, load_weights, without_prefixes
+from .loading import (
+    StateDict,
+    WeightError,
+    WeightMap,
+    dequantized,
+    in_layer_layout,
+    load_weights,
+    without_prefixes,
+)
 from .loading.state_dict import read_once
 from .passes import NextWeights, PartialSums, run_on_meta
 
@@ -40,6 +48,9 @@ class CausalLM(nn.Module, ABC):
     config_defaults: ClassVar[Mapping[str, Any]] = {}  # in HF names
     own_config: ClassVar[Mapping[str, Any]] = {}  # in HF names, with defaults
     compare_names: ClassVar[Mapping[str, str | None]] = {}  # for `compare`: end of our module's name -> HF's, or None
+
+    weights_loaded: bool
+    """Whether the weights are set. `load_weights` sets it; set it to True after filling the parameters otherwise."""
 
     model: nn.Module  # (input_ids [T], positions [T]) -> hidden [T, hidden]
     lm_head: ParallelLMHead
@@ -77,6 +88,7 @@ class CausalLM(nn.Module, ABC):
         run_on_meta(self, decoder=self.model, lm_head=self.lm_head, observers=(PartialSums(), next_weights))
         _materialize(self, self.device)
         next_weights.assign()
+        self.weights_loaded = False
         self.attention_specs = _attention_specs(self)
         self.eval()
 
@@ -117,10 +129,23 @@ class CausalLM(nn.Module, ABC):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [T, hidden] -> logits [n, vocab] in the model's dtype, of the rows `indices` [n] (None: all T)."""
+        """hidden [T, hidden] -> logits [n, vocab] in the model's dtype, of the rows `indices` [n] (None: all T).
+
+        RuntimeError if the weights are not set.
+        """
+        if not self.weights_loaded:
+            self.check_weights_loaded()
         rows = hidden if indices is None else hidden.index_select(0, indices)
         logits: torch.Tensor = self.lm_head(rows)
         return logits
+
+    def check_weights_loaded(self) -> None:
+        """RuntimeError if the weights are not set: never loaded, or partly overwritten by a load that failed."""
+        if not self.weights_loaded:
+            raise RuntimeError(
+                f"{type(self).__name__} has no loaded weights: call load_weights; after filling the parameters "
+                "otherwise, set weights_loaded = True"
+            )
 
     def load_weights(
         self, state_dicts: Sequence[StateDict], tp_rank: int = 0, tp_size: int = 1, *, progress: bool = False
@@ -128,7 +153,8 @@ class CausalLM(nn.Module, ABC):
         """Set parameters and persistent buffers from the state dicts, in place; errors: `loading.load_weights`.
 
         Each state dict's `get_tensor` is asked once per weight, unless it has `get_slice`, which reads regions.
-        ValueError if `tp_rank` and `tp_size` are not those of `self.tp`.
+        ValueError if `tp_rank` and `tp_size` are not those of `self.tp`. An override that does not call this method
+        must set `weights_loaded`.
         """
         if (tp_rank, tp_size) != (self.tp.rank, self.tp.size):
             raise ValueError(
@@ -144,7 +170,14 @@ class CausalLM(nn.Module, ABC):
             state_dicts = dequantized(state_dicts, self.config.quantization)
         state_dicts = in_layer_layout(state_dicts, self.weight_map)
         tied = self.config.tie_word_embeddings
-        load_weights(self, self.weight_map, state_dicts, tied=tied, config=self.config, progress=progress)
+        try:
+            load_weights(self, self.weight_map, state_dicts, tied=tied, config=self.config, progress=progress)
+        except WeightError:  # raised before the first write
+            raise
+        except BaseException:
+            self.weights_loaded = False
+            raise
+        self.weights_loaded = True
 
 
 def _resolve_device(device: torch.device | str) -> torch.device:
