@@ -1,7 +1,7 @@
 # Defines the header-only target xllm_metadata::metadata. Its headers include ATen, so its users also link torch.
 cmake_minimum_required(VERSION 3.20)
 if(NOT TARGET xllm_metadata::metadata)
-  add_library(xllm_metadata::metadata INTERFACE IMPORTED)
+  add_library(xllm_metadata::metadata INTERFACE IMPORTED GLOBAL)
   get_filename_component(_xllm_metadata_include "${CMAKE_CURRENT_LIST_DIR}/../include" ABSOLUTE)
   target_include_directories(xllm_metadata::metadata INTERFACE "${_xllm_metadata_include}")
   target_compile_features(xllm_metadata::metadata INTERFACE cxx_std_20)
