@@ -65,11 +65,24 @@ def test_each_step_keeps_the_limits(ask: Ask, case: Case) -> None:
             for kind in (True, False):
                 order = [arrival_order[part["id"]] for part, d in zip(step, decodes, strict=True) if d == kind]
                 assert order == sorted(order), "first come, first served"
-        # Only the last prompt of a step may be cut, and only because the step is full.
-        for part in step[:-1]:
-            assert part["needs_token"]
-        if not step[-1]["needs_token"]:
-            assert sum(part["num_new"] for part in step) == case["max_tokens"]
+            check_cuts(case, step[sum(decodes) :], sum(decodes))
+
+
+def check_cuts(case: Case, prompts: list[dict[str, Any]], num_decodes: int) -> None:
+    """A prompt is cut only because the step is full. The first cut one gets half of what earlier ones left, or more."""
+    budget = case["max_tokens"] - num_decodes
+    if num_decodes:
+        budget = min(budget, case["max_mixed_prefill_tokens"])
+    num_tokens = sum(part["num_new"] for part in prompts)
+    assert num_tokens <= budget
+    cut = [i for i, part in enumerate(prompts) if not part["needs_token"]]
+    if not cut:
+        return
+    assert num_tokens == budget
+    before = sum(part["num_new"] for part in prompts[: cut[0]])
+    assert 2 * prompts[cut[0]]["num_new"] >= budget - before
+    pending = [part["num_tokens"] - part["num_cached"] for part in prompts]
+    assert all(2 * length <= pending[cut[0]] for length in pending[cut[0] + 1 :])
 
 
 def check_pages(case: Case, step: list[dict[str, Any]]) -> None:

@@ -65,6 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
         "max_model_len": max_model_len,
         "max_seqs": max_seqs,
         "max_tokens": draw(st.integers(max_seqs, max_seqs + 20)),
+        "max_mixed_prefill_tokens": draw(st.integers(1, 30)),
         "vocab_size": vocab_size,
         "enable_prefix_cache": draw(st.booleans()),
         "eos_token_ids": draw(st.lists(token, max_size=vocab_size // 2)),

@@ -22,7 +22,9 @@ struct Setup {
               settings.value("fail_on", -1),
               settings.value("nan_on", -1),
               std::move(on_step)),
-        limits{{settings.at("max_seqs"), settings.at("max_tokens")},
+        limits{{settings.at("max_seqs"),
+                settings.at("max_tokens"),
+                settings.value("max_mixed_prefill_tokens", int64_t{512})},
                settings.at("max_model_len"),
                settings.value("eos_token_ids", std::vector<int32_t>{})},
         request_limits{settings.at("vocab_size"), settings.at("max_model_len"), blocks.num_slots()} {}
@@ -83,6 +85,7 @@ int serve(const json& settings) try {
   WorkerOptions options;
   options.max_seqs_per_batch = setup.limits.scheduler.max_seqs;
   options.max_tokens_per_batch = setup.limits.scheduler.max_tokens;
+  options.max_mixed_prefill_tokens = setup.limits.scheduler.max_mixed_prefill_tokens;
   options.max_queued_requests = settings.value("max_queued_requests", 4096);
   options.enable_prefix_cache = settings.value("enable_prefix_cache", false);
   ServerInfo info;

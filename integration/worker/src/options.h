@@ -25,6 +25,8 @@ struct WorkerOptions {
   std::string dtype = "auto";
   int64_t max_seqs_per_batch = 64;
   int64_t max_tokens_per_batch = 2048;
+  // vLLM's first default of max_num_batched_tokens with chunked prefill.
+  int64_t max_mixed_prefill_tokens = 512;
   int64_t max_queued_requests = 4096;
   int64_t block_size = 16;
   bool enable_prefix_cache = true;

@@ -1,6 +1,7 @@
 #include "scheduler.h"
 
 #include <algorithm>
+#include <limits>
 #include <span>
 #include <unordered_set>
 #include <utility>
@@ -20,7 +21,9 @@ void insert_by_arrival(auto& sequences, std::unique_ptr<Sequence> sequence) {
 std::vector<ScheduledSequence> Scheduler::schedule() {
   std::vector<ScheduledSequence> step;
   schedule_decodes(step);
-  schedule_prompts(step, limits_.max_tokens - static_cast<int64_t>(step.size()));
+  int64_t budget = limits_.max_tokens - static_cast<int64_t>(step.size());
+  if (!step.empty()) budget = std::min(budget, limits_.max_mixed_prefill_tokens);
+  schedule_prompts(step, budget);
   return step;
 }
 
@@ -33,28 +36,61 @@ void Scheduler::schedule_decodes(std::vector<ScheduledSequence>& step) {
 }
 
 void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t budget) {
-  for (const auto& sequence : running_) {
-    if (sequence->is_decode() || budget == 0) continue;
-    const int64_t num_new = std::min(budget, sequence->num_pending());
-    step.push_back({sequence.get(), num_new});
-    budget -= num_new;
-  }
-  while (budget > 0 && !waiting_.empty() && num_running() < limits_.max_seqs) {
-    Sequence& next = *waiting_.front();
-    // Allocates all pages at once: a prompt that runs out of pages half way would block the pages that others need.
-    const auto num_cached = blocks_.allocate(next.blocks, next.tokens);
-    if (!num_cached) return;
-    next.num_cached = *num_cached;
-    if (!next.has_started()) {
-      next.first_scheduled = Clock::now();
-      ++num_dequeued_;
+  const size_t num_decodes = step.size();
+  // A prompt that does not fit into the budget gets at least half of it. The rest is for prompts of at most half its
+  // length, so that they do not wait for it.
+  int64_t longest = std::numeric_limits<int64_t>::max();
+  const auto grant = [&](Sequence& prompt) {
+    const int64_t num_pending = prompt.num_pending();
+    int64_t num_new = num_pending;
+    if (num_pending > budget) {
+      num_new = budget - budget / 2;
+      longest = num_pending / 2;
     }
-    insert_by_arrival(running_, std::move(waiting_.front()));
-    waiting_.pop_front();
-    const int64_t num_new = std::min(budget, next.num_pending());
-    step.push_back({&next, num_new});
+    step.push_back({&prompt, num_new});
     budget -= num_new;
+  };
+  size_t i = 0;
+  const auto grant_running_before = [&](int64_t arrival) {
+    for (; i < running_.size() && running_[i]->request.line < arrival; ++i) {
+      Sequence& prompt = *running_[i];
+      if (budget > 0 && !prompt.is_decode() && prompt.num_pending() <= longest) grant(prompt);
+    }
+  };
+  for (size_t next = 0; budget > 0 && next < waiting_.size() && num_running() < limits_.max_seqs;) {
+    Sequence& prompt = *waiting_[next];
+    grant_running_before(prompt.request.line);
+    if (budget == 0) break;
+    if (prompt.num_tokens() > longest) {
+      ++next;
+      continue;
+    }
+    if (!admit(next)) break;
+    ++i;  // admit() has inserted it at i
+    grant(prompt);
   }
+  grant_running_before(std::numeric_limits<int64_t>::max());
+  // Tokens that no shorter prompt needs: to the shortest cut prompt first.
+  for (size_t part = step.size(); part-- > num_decodes && budget > 0;) {
+    const int64_t num_more = std::min(budget, step[part].sequence->num_pending() - step[part].num_new);
+    step[part].num_new += num_more;
+    budget -= num_more;
+  }
+}
+
+bool Scheduler::admit(size_t index) {
+  Sequence& sequence = *waiting_[index];
+  // Allocates all pages at once: a prompt that runs out of pages half way would block the pages that others need.
+  const auto num_cached = blocks_.allocate(sequence.blocks, sequence.tokens);
+  if (!num_cached) return false;
+  sequence.num_cached = *num_cached;
+  if (!sequence.has_started()) {
+    sequence.first_scheduled = Clock::now();
+    ++num_dequeued_;
+  }
+  insert_by_arrival(running_, std::move(waiting_[index]));
+  waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(index));
+  return true;
 }
 
 bool Scheduler::make_room_to_decode(Sequence& sequence) {

@@ -1,4 +1,5 @@
-// Schedules sequences into steps: continuous batching with chunked prefill, first come, first served.
+// Schedules sequences into steps: continuous batching with chunked prefill. First come, first served, except that short
+// prompts pass long ones.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,7 @@ namespace xllm_worker {
 struct SchedulerLimits {
   int64_t max_seqs;
   int64_t max_tokens;  // of one step; at least max_seqs
+  int64_t max_mixed_prefill_tokens;  // prompt tokens of a step with decodes: bounds the time between their tokens
 };
 
 class Scheduler {
@@ -25,7 +27,8 @@ class Scheduler {
   void add(std::unique_ptr<Sequence> sequence) { waiting_.push_back(std::move(sequence)); }
 
   // Returns the next step: one token for each decoding sequence, then prompts in order of arrival up to the limits of
-  // tokens, sequences and pages. Allocates the pages for all new tokens. Not empty while has_work(), if each
+  // tokens, sequences and pages. A prompt that is cut gets at least half of the remaining tokens; prompts of at most
+  // half its length get the others. Allocates the pages for all new tokens. Not empty while has_work(), if each
   // sequence without the others fits into the cache.
   std::vector<ScheduledSequence> schedule();
 
@@ -60,11 +63,12 @@ class Scheduler {
   void preempt_youngest();
   void preempt(size_t index);  // in running_
   void schedule_decodes(std::vector<ScheduledSequence>& step);
+  bool admit(size_t index);  // in waiting_; returns false when too few pages are free
   void schedule_prompts(std::vector<ScheduledSequence>& step, int64_t budget);
 
   SchedulerLimits limits_;
   BlockManager& blocks_;
-  // Both in order of arrival. All of running_ arrived before all of waiting_, except after discard_pages_of.
+  // Both in order of arrival.
   std::vector<std::unique_ptr<Sequence>> running_;
   std::deque<std::unique_ptr<Sequence>> waiting_;
   int64_t num_preemptions_ = 0;

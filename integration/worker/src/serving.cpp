@@ -29,7 +29,9 @@ void serve(const WorkerOptions& options,
            RankLink* link) {
   BlockManager blocks(info.num_blocks, info.block_size, options.enable_prefix_cache);
   const EngineLimits limits{
-      {options.max_seqs_per_batch, options.max_tokens_per_batch}, info.max_model_len, info.eos_token_ids};
+      {options.max_seqs_per_batch, options.max_tokens_per_batch, options.max_mixed_prefill_tokens},
+      info.max_model_len,
+      info.eos_token_ids};
   const RequestLimits request_limits{info.vocab_size, info.max_model_len, blocks.num_slots()};
   Engine engine(
       model,
