@@ -10,14 +10,15 @@ import logging
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
 from . import tensor_parallel
+from .executor import ModelExecutor  # when the bridge starts: a broken environment fails there, not at the first model
 from .streams import LogSink, encodable
 
-_EXECUTORS: weakref.WeakSet[Any] = weakref.WeakSet()
+_EXECUTORS: weakref.WeakSet[ModelExecutor] = weakref.WeakSet()
 
 
 class _SinkHandler(logging.Handler):
@@ -59,7 +60,7 @@ def redirect_logging(sink: LogSink | None, replaced: Sequence[TextIO | None] = (
     logging.captureWarnings(True)
 
 
-def register_executor(executor: Any) -> None:
+def register_executor(executor: ModelExecutor) -> None:
     """Registers an executor for `shut_down`, by a weak reference."""
     _EXECUTORS.add(executor)
 
