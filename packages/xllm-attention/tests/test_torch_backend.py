@@ -185,7 +185,12 @@ def test_no_device_value_is_read(
     metadata = build_attention_metadata(q_lens, [5, 9, 2][: len(q_lens)], TABLES[: len(q_lens)], 4)
     host = {
         tensor.data_ptr()
-        for tensor in (metadata.kv_seq_lens_host, metadata.paged_kv_indptr_host, metadata.qo_indptr_host)
+        for tensor in (
+            metadata.kv_seq_lens_host,
+            metadata.paged_kv_indptr_host,
+            metadata.paged_kv_last_page_len_host,
+            metadata.qo_indptr_host,
+        )
         if tensor is not None
     }
     # On a CPU the builder's device tensors may be the host tensors themselves.
@@ -193,7 +198,10 @@ def test_no_device_value_is_read(
         metadata,
         slot_mapping=metadata.slot_mapping.clone(),
         paged_kv_indptr=metadata.paged_kv_indptr.clone(),
+        paged_kv_indices=metadata.paged_kv_indices.clone(),
+        paged_kv_last_page_len=metadata.paged_kv_last_page_len.clone(),
         kv_cu_seq_lens=metadata.kv_cu_seq_lens.clone(),
+        qo_indptr=None if metadata.qo_indptr is None else metadata.qo_indptr.clone(),
     )
     backend = make_backend(specs)
     with _Reads() as reads, _Ops() as recorded:
@@ -217,8 +225,11 @@ def test_graph_buffers_made_in_inference_mode_serve_outside(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_seq_lens_host": torch.tensor([0, 1, 3])}, "sequence 0 has 2 tokens in the step; its KV length is 1"),
-        ({"kv_seq_lens_host": torch.tensor([0, 2, 9])}, "sequence 1 has 1 pages; its KV length 7 needs 2"),
+        (
+            {"kv_seq_lens_host": torch.tensor([0, 1, 3]), "paged_kv_last_page_len_host": torch.tensor([1, 2])},
+            "sequence 0 has 2 tokens in the step; its KV length is 1",
+        ),
+        ({"kv_seq_lens_host": torch.tensor([0, 2, 9])}, "gives sequence 1 1 pages of 4; its KV length 7 .* needs 2"),
     ],
 )
 def test_contradictory_lengths(

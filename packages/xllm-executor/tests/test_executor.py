@@ -155,6 +155,12 @@ def test_a_refused_step_leaves_the_executor_usable(model: CausalLM, make_caches:
             (TOKENS, POSITIONS, STEP, torch.zeros(2)),
             r"logits_indices is \[2\] float32; it must be \[n\] int32 or int64",
         ),
+        ((TOKENS.to("meta"), POSITIONS, STEP), "tokens is on device meta; it must be on cpu"),
+        ((TOKENS, POSITIONS.to("meta"), STEP), "positions is on device meta; it must be on cpu"),
+        (
+            (TOKENS, POSITIONS, STEP, torch.zeros(2, dtype=torch.int64, device="meta")),
+            "logits_indices is on device meta; it must be on cpu",
+        ),
         ((TOKENS, POSITIONS, STEP, None, torch.zeros(4, 32)), "inputs_embeds is not supported by this version"),
         ((TOKENS[:3], POSITIONS[:3], STEP), "metadata.slot_mapping has 4 entries and tokens 3; they must be equal"),
         (

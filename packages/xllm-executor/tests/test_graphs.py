@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -277,3 +278,34 @@ def test_shutdown_keeps_the_counts(small_model: CausalLM, make_caches: Caches) -
     assert executor.stats() == before
     with pytest.raises(RuntimeError, match="the executor was shut down"):
         _ = executor.runners
+
+
+@pytest.mark.parametrize(
+    ("options", "one", "runner"),
+    [
+        ({"python_graph_backend": "off"}, PREFILL, "eager"),
+        ({"python_graph_backend": "off"}, DECODE, "eager"),
+        ({}, DECODE, "decode_graph"),
+        ({}, CHUNKED, "piecewise"),
+        ({"python_graph_backend": "piecewise", "graph_runtime": "recorded"}, DECODE, "piecewise"),
+    ],
+)
+def test_a_page_table_shorter_than_the_kv_length_is_refused(
+    small_model: CausalLM, make_caches: Caches, options: dict[str, Any], one: Step, runner: str
+) -> None:
+    executor = make_executor(small_model, make_caches, **options)
+    tokens, positions, last = one[0], one[1], one[3]
+    metadata: Any = one[2]
+    pages = metadata.paged_kv_indptr_host.clone()
+    pages[-1] -= 1  # the last sequence has a page too few
+    indices = metadata.paged_kv_indices[:-1]
+    short = replace(metadata, paged_kv_indptr_host=pages, paged_kv_indptr=pages.clone(), paged_kv_indices=indices)
+    with pytest.raises(ValueError, match=r"paged_kv_indptr_host gives sequence 1 \d pages of 4; its KV length \d in"):
+        executor.execute(tokens, positions, short, last)
+    short = replace(metadata, paged_kv_indices=indices)
+    with pytest.raises(ValueError, match=r"paged_kv_indptr_host ends at \d; paged_kv_indices has \d entries"):
+        executor.execute(tokens, positions, short, last)
+    with pytest.raises(ValueError, match="slot_mapping is on device meta; it must be on cpu"):
+        executor.execute(tokens, positions, replace(metadata, slot_mapping=metadata.slot_mapping.to("meta")), last)
+    assert executor.execute(*one).shape == (2, 97)
+    assert executor.stats()["steps"] == {runner: 1}

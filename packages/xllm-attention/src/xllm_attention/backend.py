@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from xllm_metadata import AttentionMetadata, LayerCache
+from xllm_metadata import AttentionMetadata, LayerCache, check_step
 
 from .binding import check_caches
 from .limits import BackendLimits
@@ -110,6 +110,7 @@ class AttentionBackend(ABC):
         self.group_of_layer = tuple(group_of[layer_id] for layer_id in range(len(self.specs)))
         self._plan_counts = [0] * len(self.groups)
         self._page_size: int | None = None  # of the bound caches
+        self._cache_device = limits.device  # with its index, once caches are bound
         self._num_tokens: int | None = None  # of the planned step
         self._layout: Hashable = None
 
@@ -159,6 +160,21 @@ class AttentionBackend(ABC):
         self._num_tokens = self._page_size = None
         self._bind([(cache.k, cache.v) for cache in caches if cache.k is not None and cache.v is not None], page_size)
         self._page_size = page_size
+        first = caches[0].k
+        assert first is not None  # checked
+        self._cache_device = first.device
+
+    @final
+    def check_step(self, metadata: AttentionMetadata) -> None:
+        """Checks a step's devices and page tables, see `xllm_metadata.check_step`. Never waits for the device.
+
+        `plan` calls it, except for a full graph: there the runner calls it before it pads the step.
+
+        Raises:
+            RuntimeError: no cache is bound.
+            ValueError: names the field, its value and the limit.
+        """
+        check_step(metadata, self.page_size, self._cache_device)
 
     @final
     def plan(self, metadata: AttentionMetadata, *, graph: bool = False) -> None:
@@ -171,12 +187,16 @@ class AttentionBackend(ABC):
 
         Raises:
             RuntimeError: no cache is bound.
-            ValueError: a step beyond the limits, contradictory metadata, or a phase that cannot be captured.
+            ValueError: a step beyond the limits, contradictory metadata, page tables that do not fit the KV lengths and
+                the caches' page size, a field on another device, or a phase that cannot be captured.
         """
         if self._page_size is None:
             raise RuntimeError("plan was called before bind_kv_caches")
         self._num_tokens = None  # if this plan fails, `run` must not use the previous one
-        self.plan_checked(self._step(metadata, graph))
+        step = self._step(metadata, graph)
+        if not graph:  # the host mirrors of a padded step may be filled after the plan
+            check_step(metadata, self._page_size, self._cache_device)
+        self.plan_checked(step)
 
     @final
     def plan_checked(self, step: Step) -> None:

@@ -111,6 +111,7 @@ class ModelExecutor:
         first = layers[0].k
         assert first is not None  # the backend has checked it
         self._runners = make_runners(model, self.config, self._backend, self._sizes, self._graph_passes)
+        self._device = first.device  # with its index, as every step's tensors have it
         self._num_pages = first.shape[0]
 
     def warmup(self) -> None:
@@ -150,7 +151,8 @@ class ModelExecutor:
                 on other devices with `validate`. Without the check, the logits that depend on such an id are NaN.
             positions: [T] int32, on the model's device.
             metadata: of the step; a view that C++ passes is readable only during this call.
-            logits_indices: [n] int32 or int64, the rows to compute logits of; None returns hidden states.
+            logits_indices: [n] int32 or int64, on the model's device: the rows to compute logits of. None returns
+                hidden states.
             inputs_embeds: not supported by this version; must be None.
 
         Returns:
@@ -159,8 +161,9 @@ class ModelExecutor:
         Raises:
             RuntimeError: no cache is bound, the model has no loaded weights, the executor was shut down, or
                 `eager_is_error` forbids the step.
-            ValueError: a wrong shape or dtype, a token id outside the vocabulary, an absent field, metadata for another
-                number of tokens, or a step beyond the limits. The executor stays usable.
+            ValueError: a wrong shape, dtype or device, a token id outside the vocabulary, an absent field, metadata for
+                another number of tokens, page tables that do not fit the KV lengths, or a step beyond the limits. The
+                executor stays usable.
         """
         runners = self._ready_runners or self._first_use("execute")
         if inputs_embeds is not None:
@@ -267,6 +270,12 @@ class ModelExecutor:
             logits_indices.dim() != 1 or logits_indices.dtype not in (torch.int32, torch.int64)
         ):
             raise ValueError(f"logits_indices is {_describe(logits_indices)}; it must be [n] int32 or int64")
+        device = self._device
+        if tokens.device != device or positions.device != device:
+            name, tensor = ("positions", positions) if tokens.device == device else ("tokens", tokens)
+            raise ValueError(f"{name} is on device {tensor.device}; it must be on {device}")
+        if logits_indices is not None and logits_indices.device != device:
+            raise ValueError(f"logits_indices is on device {logits_indices.device}; it must be on {device}")
 
     def _check_limits(self, tokens: torch.Tensor, metadata: AttentionMetadata) -> None:
         # The backend's limits are larger, to make room for padding.

@@ -137,7 +137,8 @@ class DecodeGraphRunner:
 
         Raises:
             RuntimeError: no graph is captured, or the backend planned the step in another layout than the captured one.
-            ValueError: more sequences than the largest bucket, or metadata of another step.
+            ValueError: more sequences than the largest bucket, metadata of another step, or a step that
+                `AttentionBackend.check_step` refuses.
         """
         num_tokens = tokens.shape[0]
         bucket = bucket_for(self.buckets, num_tokens)
@@ -151,6 +152,7 @@ class DecodeGraphRunner:
         num_seqs = metadata.kv_seq_lens_host.shape[0] - 1
         if num_seqs != num_tokens:  # checked before padding makes them equal
             raise ValueError(f"a decode step has one token per sequence: {num_tokens} tokens, {num_seqs} sequences")
+        self._backend.check_step(metadata)
         captured_indices = logits_indices
         if logits_indices is not None and (captured.logits is None or logits_indices.shape[0] > bucket):
             captured_indices = None  # the head runs after the graph

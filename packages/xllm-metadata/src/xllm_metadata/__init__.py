@@ -12,6 +12,7 @@ from .paths import get_cmake_dir, get_include
 from .protocol import AttentionMetadata
 from .schema import Field, FieldType, MemorySpace, Padding, Presence
 from .static import StaticAttentionMetadata
+from .step_check import check_step
 from .validation import check_present, validate
 from .version import CONTRACT_VERSION, check_contract
 
@@ -30,6 +31,7 @@ __all__ = [
     "build_attention_metadata",
     "check_contract",
     "check_present",
+    "check_step",
     "get_cmake_dir",
     "get_include",
     "validate",

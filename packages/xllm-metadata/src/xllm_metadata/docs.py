@@ -109,8 +109,20 @@ The bridge compares both sides when it starts. It refuses a mismatch with a mess
 `xllm_metadata.validate` checks a step, including `positions` and `logits_indices`, against the table and the rules
 above. Its errors name the field, its value and the limit. It reads device tensors back to the host, so it is off in
 production. `XLLM_VALIDATE=1` in the environment, or `validate` in the executor's configuration, switches it on for
-every step. Without it, the executor refuses only absent fields that it needs, and `tokens`, `positions` and
-`slot_mapping` of different lengths.
+every step.
+
+Without it, the executor checks shapes, devices and host mirrors of every step, and reads no device value
+(`xllm_metadata.check_step`). It refuses:
+
+- absent fields that it needs, and `tokens`, `positions` and `slot_mapping` of different lengths;
+- a tensor on another device than the caches, and a host mirror that is not on the CPU;
+- page tables that do not fit: `paged_kv_indptr_host` and `paged_kv_last_page_len_host` must give each sequence the
+  pages of the caches' `page_size` that its KV length needs, and `paged_kv_indices` must have an entry for each page;
+- a KV length above `max_seq_len`.
+
+Only `validate` finds wrong values in device tensors: page indices and slots outside of the cache, slots of other pages,
+two writes to one slot, positions, `logits_indices` out of range, and a host mirror that differs from its device tensor.
+It also finds wrong dtypes and sizes of the fields that are not named above.
 """
 
 
