@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,11 @@ GOOD = torch.zeros(SHAPE)
 
 def _cache(k: torch.Tensor | None = GOOD, v: torch.Tensor | None = GOOD) -> LayerCache:
     return LayerCache(k=k, v=v)
+
+
+def _own(k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> LayerCache:
+    """A cache with memory of its own for what is not given."""
+    return LayerCache(k=torch.zeros(SHAPE) if k is None else k, v=torch.zeros(SHAPE) if v is None else v)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +54,39 @@ def test_refusals(make_backend: MakeBackend, spec: AttentionSpec, caches: list[L
         make_backend([spec, spec], bind=False).bind_kv_caches(caches)
 
 
+PAGES = torch.zeros(5, 2, 16, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("caches", "message"),
+    [
+        ([LayerCache(k=GOOD, v=GOOD)], "k cache of layer 0 and v cache of layer 0 share memory"),
+        ([LayerCache(k=PAGES[1:, 0], v=PAGES[:-1, 0])], "v cache of layer 0 and k cache of layer 0 share memory"),
+        ([_own(k=GOOD), _own(k=GOOD)], "k cache of layer 0 and k cache of layer 1 share memory"),
+        (
+            [_own(), _own(v=PAGES[:-1, 0]), _own(k=PAGES[:-1, 0])],
+            "v cache of layer 1 and k cache of layer 2 share memory",
+        ),
+    ],
+)
+def test_shared_memory_is_refused_unless_the_specs_allow_it(
+    make_backend: MakeBackend, spec: AttentionSpec, caches: list[LayerCache], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_backend([spec] * len(caches), bind=False).bind_kv_caches(caches)
+    shared = replace(spec, shared_cache=True)
+    make_backend([shared] * len(caches), bind=False).bind_kv_caches(caches)
+    if len(caches) > 1:  # one of the two layers alone may not
+        with pytest.raises(ValueError, match=message):
+            make_backend([shared, *[spec] * (len(caches) - 1)], bind=False).bind_kv_caches(caches)
+
+
+def test_layers_of_one_buffer_are_bound(make_backend: MakeBackend, spec: AttentionSpec) -> None:
+    pages = torch.zeros(4, 3, 2, 16, 2, 8)  # [page, layer, k or v, token, head, dim]
+    layers = [LayerCache(k=pages[:, layer, 0], v=pages[:, layer, 1]) for layer in range(3)]
+    make_backend([spec] * 3, bind=False).bind_kv_caches(layers)
+
+
 @pytest.mark.parametrize("slot", ["index", "conv", "ssm"])
 def test_a_cache_tensor_that_attention_does_not_use_is_refused(
     make_backend: MakeBackend, spec: AttentionSpec, slot: str
@@ -73,4 +112,4 @@ def test_a_cache_tensor_that_attention_does_not_use_is_refused(
 def test_strides_without_overlap_are_bound(
     make_backend: MakeBackend, spec: AttentionSpec, tensor: torch.Tensor
 ) -> None:
-    make_backend([spec], bind=False).bind_kv_caches([LayerCache(k=tensor, v=tensor)])
+    make_backend([spec], bind=False).bind_kv_caches([LayerCache(k=tensor, v=torch.zeros(tensor.shape))])

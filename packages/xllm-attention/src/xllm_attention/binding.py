@@ -10,6 +10,7 @@ import torch
 from xllm_metadata import LayerCache
 
 from .limits import BackendLimits
+from .memory import share_memory
 from .spec import AttentionSpec
 
 _USED_SLOTS: Final = ("k", "v")  # of `LayerCache`; the others belong to sparse and linear attention
@@ -20,7 +21,8 @@ def check_caches(caches: Sequence[LayerCache], specs: Sequence[AttentionSpec], l
 
     Raises:
         ValueError: names the layer, the tensor, what it has and what it must have. A tensor in a slot that paged
-            attention does not use (index, conv, ssm) is refused too: the backend would ignore it.
+            attention does not use (index, conv, ssm) is refused too: the backend would ignore it. So are two tensors
+            that share memory, unless both layers' specs have `shared_cache`.
     """
     if len(caches) != len(specs):
         raise ValueError(f"{len(caches)} KV caches for {len(specs)} layers; every layer needs one")
@@ -50,7 +52,35 @@ def check_caches(caches: Sequence[LayerCache], specs: Sequence[AttentionSpec], l
         if len(values) > 1:
             listed = ", ".join(f"{value} (layer {layer_id})" for value, layer_id in values.items())
             raise ValueError(f"{what} differ: {listed}; all caches must have the same")
+    if limits.device.type != "meta":  # which has no addresses
+        _check_distinct(caches, specs)
     return next(iter(page_sizes))
+
+
+def _check_distinct(caches: Sequence[LayerCache], specs: Sequence[AttentionSpec]) -> None:
+    """Refuses tensors that share memory: one would overwrite the other's keys or values."""
+    bound = [
+        (tensor, f"{slot} cache of layer {layer_id}", spec.shared_cache)
+        for layer_id, (cache, spec) in enumerate(zip(caches, specs, strict=True))
+        for slot, tensor in (("k", cache.k), ("v", cache.v))
+        if tensor is not None
+    ]
+    bound.sort(key=lambda one: one[0].data_ptr())
+    for i, (first, name, shared) in enumerate(bound):
+        end = first.data_ptr() + _extent(first) * first.element_size()
+        for second, other_name, other_shared in bound[i + 1 :]:
+            if second.data_ptr() >= end:
+                break
+            if not (shared and other_shared) and share_memory(first, second):
+                raise ValueError(
+                    f"{name} and {other_name} share memory; each needs its own, unless the specs of the layers have "
+                    "shared_cache"
+                )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one, both included."""
+    return 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, spec: AttentionSpec, limits: BackendLimits) -> None:

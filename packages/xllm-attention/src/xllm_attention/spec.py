@@ -20,6 +20,7 @@ class AttentionSpec:
         scale: factor on q.k before the cap.
         sliding_window: number of keys a query sees, its own included (HF transformers' meaning); 0 is no limit.
         logits_soft_cap: bound on the absolute score; 0 is none.
+        shared_cache: whether the layer's cache may share memory: its k with its v, and with those of other such layers.
 
     Raises:
         ValueError: names the attribute, its value and the limit.
@@ -31,6 +32,7 @@ class AttentionSpec:
     scale: float
     sliding_window: int = 0
     logits_soft_cap: float = 0.0
+    shared_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
