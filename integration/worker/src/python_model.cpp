@@ -1,4 +1,6 @@
 // Adapts the Python model to LoadedModel: one execute call into embedded Python per step.
+#include <unistd.h>
+
 #include <utility>
 
 #include "line_io.h"
@@ -13,9 +15,12 @@ namespace {
 using xllm_executor::PyCausalLM;
 using xllm_executor::PyExecutor;
 
-xllm_executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool cut_collectives) {
+// A single rank shows the progress of its warm-up on a terminal; several would write over each other.
+xllm_executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool single_rank,
+                                      bool cut_collectives) {
   return {.python_graph_backend = options.python_graph_backend,
           .graph_cut_collectives = cut_collectives,
+          .progress = single_rank && isatty(STDERR_FILENO) == 1,
           .max_tokens_per_batch = options.max_tokens_per_batch,
           .max_model_len = info.max_model_len};
 }
@@ -30,7 +35,8 @@ class PythonTensorModel : public TensorModel {
       : model_(std::move(model)),
         executor_(model_,
                   // No CUDA graph can hold gloo's collectives.
-                  executor_config(options, info, group && model_.device().is_cuda() && options.tp_backend == "gloo"),
+                  executor_config(options, info, !group.has_value(),
+                                  group && model_.device().is_cuda() && options.tp_backend == "gloo"),
                   options.max_seqs_per_batch),
         group_(std::move(group)) {
     executor_.bind_kv_caches(caches);

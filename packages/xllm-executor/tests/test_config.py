@@ -55,7 +55,7 @@ def test_the_graph_runtime_of_each_backend(options: dict[str, object], runtime: 
             "graph_runtime is 'recorded' with python_graph_backend 'off'; only 'piecewise'",
         ),
         ({"graph_buckets": "4,2"}, r"graph buckets are \[4, 2\]; they must be rising numbers"),
-        ({"graph_token_budget": 0}, "graph_token_budget is 0; it must be at least 1"),
+        ({"graph_token_budget": -1}, "graph_token_budget is -1; it must be at least 0"),
     ],
 )
 def test_errors_name_option_value_and_limit(options: dict[str, object], message: str) -> None:

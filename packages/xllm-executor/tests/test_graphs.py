@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from xllm_attention import BackendCapabilities
 from xllm_attention.backends.torch_backend import TorchBackend
 from xllm_attention.op_library import define_op
-from xllm_executor import ModelExecutor
+from xllm_executor import ExecutorConfig, ModelExecutor
 from xllm_executor import executor as executor_module
+from xllm_executor.runners import Sizes
 from xllm_metadata import AttentionMetadata, build_attention_metadata
 from xllm_models import CausalLM
 
@@ -309,3 +311,35 @@ def test_a_page_table_shorter_than_the_kv_length_is_refused(
         executor.execute(tokens, positions, replace(metadata, slot_mapping=metadata.slot_mapping.to("meta")), last)
     assert executor.execute(*one).shape == (2, 97)
     assert executor.stats()["steps"] == {runner: 1}
+
+
+def test_default_sizes_fit_the_device() -> None:
+    """On a CPU a capture computes its step: 8192 tokens of a real model would take minutes."""
+    config = ExecutorConfig(python_graph_backend="recorded")
+    cpu, cuda = (Sizes.of(config, 100, 256, torch.device(device)) for device in ("cpu", "cuda"))
+    assert (cpu.decode_buckets, cpu.token_buckets) == ((1, 2, 4, 8, 16, 32, 64, 128),) * 2
+    assert cuda.decode_buckets == (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112)
+    assert cuda.token_buckets[-1] == 8192
+    assert (cpu.max_num_tokens, cuda.max_num_tokens) == (8192, 8192)
+    for max_seqs, largest in ((1, 1), (2, 2), (3, 4), (8, 8), (9, 16)):
+        assert Sizes.of(config, max_seqs, 256, torch.device("cpu")).decode_buckets[-1] == largest
+    for max_model_len, largest in ((256, 128), (512, 64), (8192, 4), (10000, 2), (131072, 1)):
+        assert Sizes.of(config, 100, max_model_len, torch.device("cpu")).decode_buckets[-1] == largest
+    asked = Sizes.of(replace(config, graph_token_budget=300, graph_buckets="1,3"), 3, 4096, torch.device("cpu"))
+    assert (asked.decode_buckets, asked.token_buckets[-1]) == ((1, 3), 512)
+
+
+def test_the_warm_up_logs_its_progress(
+    small_model: CausalLM, make_caches: Caches, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "xllm_executor")
+    make_executor(small_model, make_caches)
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("xllm_executor")]
+    assert messages == ["warm-up: 9 of 9 graphs captured, last decode_graph 1"]
+    caplog.clear()
+    monkeypatch.setattr("xllm_executor.executor._LOG_INTERVAL", 0.0)
+    make_executor(small_model, make_caches)
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("xllm_executor")]
+    assert [message.split(":")[1].split(",")[0] for message in messages] == [
+        f" {number} of 9 graphs captured" for number in range(1, 10)
+    ]

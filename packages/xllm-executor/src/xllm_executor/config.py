@@ -23,9 +23,10 @@ class ExecutorConfig:
             backend.
         graph_runtime: the graph runtime of `piecewise`; empty means CUDA graphs.
         graph_buckets: numbers of sequences to capture decode graphs for, such as "1,2,4,8". Empty means 1, 2, 4, 8,
-            then multiples of 16 until one holds max_seqs_per_batch.
+            then multiples of 16 until one holds max_seqs_per_batch; on a CPU the powers of two up to 32768 keys, which
+            is the number of sequences times max_model_len. Larger decode steps run piecewise.
         graph_token_budget: largest number of tokens in a piecewise graph, rounded up to a bucket. Larger steps run
-            eagerly.
+            eagerly. 0 means 8192, and 128 on a CPU: a capture computes a whole step, which takes long there.
         graph_cut_ops: comma-separated names of ops that cannot be captured, such as "xllm::silu_and_mul". Piecewise
             graphs are split at them and they run eagerly. Decode then runs piecewise too.
         graph_cut_collectives: splits piecewise graphs at every collective in the same way, for a process group whose
@@ -45,7 +46,7 @@ class ExecutorConfig:
     python_graph_backend: str = "off"
     graph_runtime: str = ""
     graph_buckets: str = ""
-    graph_token_budget: int = 8192
+    graph_token_budget: int = 0
     graph_cut_ops: str = ""
     graph_cut_collectives: bool = False
     logits_in_graph: bool = True
@@ -60,11 +61,9 @@ class ExecutorConfig:
         self._check_names()
         if self.graph_buckets:
             parse_buckets(self.graph_buckets)
-        for name in ("max_tokens_per_batch", "graph_token_budget"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_model_len < 0:
-            raise ValueError(f"max_model_len is {self.max_model_len}; it must be at least 0")
+        for name, least in (("max_tokens_per_batch", 1), ("graph_token_budget", 0), ("max_model_len", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
     @property
     def cut_ops(self) -> tuple[str, ...]:

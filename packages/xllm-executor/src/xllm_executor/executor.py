@@ -6,15 +6,17 @@ that the host has built.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
 from tqdm import tqdm
 
 from xllm_attention import BackendLimits, create_backend
-from xllm_graph import GraphPass, RunnerSet
+from xllm_graph import CaptureReport, GraphPass, RunnerSet
 from xllm_metadata import (
     AttentionMetadata,
     LayerCache,
@@ -29,6 +31,9 @@ from xllm_models.ops import group_stats
 from .config import ExecutorConfig
 from .runners import Sizes, make_runners
 from .token_ids import check_token_ids, reading_waits
+
+_LOGGER = logging.getLogger(__name__)
+_LOG_INTERVAL = 2.0  # seconds between two records of the warm-up's progress
 
 
 class ModelExecutor:
@@ -69,7 +74,7 @@ class ModelExecutor:
             raise ValueError(f"max_seqs_per_batch is {max_seqs_per_batch}; it must be at least 1")
         self._device = model.device
         self._max_num_seqs = max_seqs_per_batch
-        self._sizes = Sizes.of(config, max_seqs_per_batch, self._max_model_len)
+        self._sizes = Sizes.of(config, max_seqs_per_batch, self._max_model_len, model.device)
         self._backend = create_backend(
             config.attention_backend,
             model.attention_specs,
@@ -249,8 +254,21 @@ class ModelExecutor:
         runners.eager.execute(zero, zero, _padding_step(self._device), zero)
         total = runners.num_captures
         bar = tqdm(total=total, desc="capturing graphs", file=sys.stderr, disable=not (total and self.config.progress))
+        logged = time.monotonic()
+        num_done = 0
+
+        def on_capture(report: CaptureReport) -> None:
+            nonlocal logged, num_done
+            num_done += 1
+            _advance(bar, f"{report.runner} {report.size}")
+            if num_done == total or time.monotonic() - logged >= _LOG_INTERVAL:
+                logged = time.monotonic()
+                _LOGGER.info(
+                    "warm-up: %d of %d graphs captured, last %s %d", num_done, total, report.runner, report.size
+                )
+
         with bar:
-            runners.warmup(lambda report: _advance(bar, f"{report.runner} {report.size}"))
+            runners.warmup(on_capture)
 
     def _num_plans(self) -> list[int]:
         """Plans of steps by attention group, without those of the warm-up."""

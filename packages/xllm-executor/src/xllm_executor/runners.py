@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from xllm_attention import AttentionBackend, Phase
 from xllm_graph import (
     CapturingRunner,
@@ -28,6 +30,8 @@ from xllm_models import CausalLM
 
 from .config import ExecutorConfig
 
+_MAX_KEYS_OF_CPU_GRAPH = 32_768  # of a decode graph by default: sequences * max_model_len
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
@@ -39,25 +43,37 @@ class Sizes:
     max_num_tokens: int  # including padding
 
     @classmethod
-    def of(cls, config: ExecutorConfig, max_seqs_per_batch: int, max_model_len: int) -> Sizes:
+    def of(cls, config: ExecutorConfig, max_seqs_per_batch: int, max_model_len: int, device: torch.device) -> Sizes:
         """The sizes for a config. Default buckets are rounded up, so that a step at the limit still has a graph."""
+        on_cpu = device.type == "cpu"
         decode: tuple[int, ...] = ()
         tokens: tuple[int, ...] = ()
         if config.runtime is not None:
             possible = min(config.max_tokens_per_batch, max_seqs_per_batch * max_model_len)
-            tokens = token_buckets(min(possible, config.graph_token_budget))
+            tokens = token_buckets(min(possible, config.graph_token_budget or (128 if on_cpu else 8192)))
             if config.python_graph_backend != "piecewise":
-                decode = (
-                    parse_buckets(config.graph_buckets)
-                    if config.graph_buckets
-                    else sequence_buckets(max_seqs_per_batch)
-                )
+                if config.graph_buckets:
+                    decode = parse_buckets(config.graph_buckets)
+                elif on_cpu:
+                    decode = _cpu_decode_buckets(max_seqs_per_batch, max_model_len)
+                else:
+                    decode = sequence_buckets(max_seqs_per_batch)
         return cls(
             decode_buckets=decode,
             token_buckets=tokens,
             max_num_seqs=max((max_seqs_per_batch, *decode[-1:])),
             max_num_tokens=max((config.max_tokens_per_batch, *decode[-1:], *tokens[-1:])),
         )
+
+
+def _cpu_decode_buckets(max_num_seqs: int, max_model_len: int) -> tuple[int, ...]:
+    """Powers of two that hold `max_num_seqs`, as far as a graph of that size is worth it on a CPU; at least 1.
+
+    A captured decode step of the torch backend reads `max_model_len` keys of each sequence.
+    """
+    largest = min(max_num_seqs, max(_MAX_KEYS_OF_CPU_GRAPH // max_model_len, 1))
+    buckets = tuple(2**i for i in range((max_num_seqs - 1).bit_length() + 1))
+    return tuple(size for size in buckets if size < 2 * largest and (size <= largest or largest == max_num_seqs))
 
 
 def make_runners(

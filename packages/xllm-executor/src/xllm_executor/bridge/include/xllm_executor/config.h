@@ -16,8 +16,8 @@ struct Config {
   std::string graph_runtime = {};
   /// Numbers of sequences to capture decode graphs for, such as "1,2,4,8"; empty means the default ones.
   std::string graph_buckets = {};
-  /// Largest number of tokens in a piecewise graph. Larger steps run eagerly.
-  int64_t graph_token_budget = 8192;
+  /// Largest number of tokens in a piecewise graph. Larger steps run eagerly. 0: 8192, and 128 on a CPU.
+  int64_t graph_token_budget = 0;
   /// Comma-separated names of ops that cannot be captured; piecewise graphs are split at them.
   std::string graph_cut_ops = {};
   /// Splits piecewise graphs at every collective, for a process group that cannot be captured, such as gloo on CUDA.
