@@ -6,6 +6,7 @@ XLLM_WORKER names a built worker; without it, one is built with cmake into the r
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,15 @@ import torch
 REPO = Path(__file__).parents[1]
 FRONT = REPO / "integration" / "python"
 sys.path.insert(0, str(FRONT))
+
+# A child inherits ignored signals, as nohup and a shell's background jobs have them. The tests send these signals.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 GPU_ASKED_FOR = os.environ.get("XLLM_GPU_TESTS") == "1"
 SEVERAL_ASKED_FOR = GPU_ASKED_FOR and os.environ.get("XLLM_NUM_GPUS", "1") != "1"

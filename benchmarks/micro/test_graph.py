@@ -95,8 +95,8 @@ def backend() -> AttentionBackend:
         device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=128, max_num_tokens=128, max_model_len=2048
     )
     backend = NoAttention([SPEC] * NUM_LAYERS, limits)
-    cache = torch.zeros(1, 16, 1, 8)
-    backend.bind_kv_caches([LayerCache(k=cache, v=cache)] * NUM_LAYERS)
+    caches = torch.zeros(NUM_LAYERS, 2, 1, 16, 1, 8)
+    backend.bind_kv_caches([LayerCache(k=k, v=v) for k, v in caches])
     return backend
 
 

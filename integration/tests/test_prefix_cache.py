@@ -197,7 +197,8 @@ def test_nan_logits_take_pages_that_follow_from_the_cache(run: Run) -> None:
 
 def test_requests_computed_again_keep_their_order(run: Run) -> None:
     """With room for two, the older of those that wait comes first."""
-    requests = [(0, "a", FIRST, 12), (0, "sick", [*FIRST[:8], 1, 47], 1), (1, "b", [*FIRST, 3], 6), (2, "c", OTHER, 4)]
+    other = [*OTHER, *range(40, 47)]  # as long as b's prompt, so that it does not pass that
+    requests = [(0, "a", FIRST, 12), (0, "sick", [*FIRST[:8], 1, 47], 1), (1, "b", [*FIRST, 3], 6), (2, "c", other, 4)]
     outcome = run(*requests, failing={"sick"}, nan_on=47, max_seqs=2, max_tokens=12)
     firsts = {
         name: next(i for i, step in enumerate(outcome.steps) if any(p["id"] == name for p in step)) for name in "abc"

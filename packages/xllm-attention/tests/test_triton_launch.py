@@ -109,7 +109,8 @@ limits = BackendLimits(device=torch.device("cpu"), dtype=torch.float16, max_num_
                        max_model_len=64)
 backend = module.TritonBackend([spec, spec], limits)
 backend._can_overlap = True
-backend.bind_kv_caches([LayerCache.from_tensors(tuple(torch.zeros(2, 32, 4, 2, 16, dtype=torch.float16)))] * 2)
+caches = torch.zeros(2, 2, 32, 4, 2, 16, dtype=torch.float16)
+backend.bind_kv_caches([LayerCache.from_tensors(tuple(layer)) for layer in caches])
 q, k = torch.zeros(2, 4, 16, dtype=torch.float16), torch.zeros(2, 2, 16, dtype=torch.float16)
 
 def run(graph, captured):

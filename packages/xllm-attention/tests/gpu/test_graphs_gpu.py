@@ -225,7 +225,8 @@ def test_without_guarded_buffers_planning_ahead_goes_wrong(monkeypatch: pytest.M
 def test_one_plan_a_group_a_step_over_28_layers(name: str) -> None:
     """Every fourth layer attends to everything, the others to a window."""
     sliding = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=128, scale=128**-0.5, sliding_window=100)
-    specs = [SPEC if layer_id % 4 == 3 else sliding for layer_id in range(28)]
+    kinds = [SPEC if layer_id % 4 == 3 else sliding for layer_id in range(28)]
+    specs = [replace(spec, shared_cache=True) for spec in kinds]
     cache = _cache()
     backend = _backend(name, [cache] * 28, specs)
     full_layers = tuple(range(3, 28, 4))
