@@ -85,7 +85,8 @@ def test_a_limit_of_100_sequences(make_setup: MakeSetup, live: int) -> None:
 def test_long_context_after_a_capture_at_none(make_setup: MakeSetup) -> None:
     """A replay uses the plan of its step: thousands of tokens, where the capture had none."""
     limits = Limits(max_num_seqs=2, max_num_tokens=256, max_model_len=2100, page_size=64, num_pages=80, vocab_size=131)
-    setup = make_setup("llama", limits=limits, changes={"max_position_embeddings": 4096})
+    changes = {"max_position_embeddings": 4096}
+    setup = make_setup("llama", limits=limits, changes=changes, graph_token_budget=limits.max_num_tokens)
     long, short = setup.harness.add(), setup.harness.add()
     for _ in range(8):
         setup.harness.step((long, 256))
