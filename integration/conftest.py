@@ -1,4 +1,4 @@
-"""Fixtures for all integration tests: the built worker, the SmolLM2 checkpoint, and the text front on sys.path.
+"""Fixtures for all integration tests: the built worker and the SmolLM2 checkpoint. Extends sys.path for imports.
 
 XLLM_WORKER names a built worker; without it, one is built with cmake into the repository's build-worker folder.
 """
@@ -17,6 +17,7 @@ import torch
 REPO = Path(__file__).parents[1]
 FRONT = REPO / "integration" / "python"
 sys.path.insert(0, str(FRONT))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 # A child inherits ignored signals, as nohup and a shell's background jobs have them. The tests send these signals.
 for _number, _handler in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cmake_projects import build_project, tool
 from safetensors.torch import save_file
 
 SOURCE = Path(__file__).resolve().parents[1]
@@ -33,18 +33,6 @@ CONFIG = {
 Build = Callable[..., Path]
 
 
-def tool(name: str) -> str:
-    """cmake or ninja: those that came with the Python packages when they are there, else the system's."""
-    spec = importlib.util.find_spec("cmake")
-    if spec is not None and spec.origin is not None:
-        candidate = Path(spec.origin).parents[4] / "bin" / name
-        if candidate.is_file():
-            return str(candidate)
-    found = shutil.which(name)
-    assert found, f"no {name} on the path"
-    return found
-
-
 @pytest.fixture(scope="session")
 def cmake_tools() -> tuple[str, str]:
     """Paths of cmake and ninja."""
@@ -55,28 +43,15 @@ def cmake_tools() -> tuple[str, str]:
 def build_host(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """`build_host(*targets, flags="", build_type="Release")`: a folder with the built programs.
 
-    The project is copied out of the repository and knows the installed packages by find_package alone. Several
-    sources are compiled in one go, in half of the time; one by one they are in the worker's build.
+    The project is copied out of the repository and knows the installed packages by find_package alone.
     """
     project = tmp_path_factory.mktemp("host")
     for source in (SOURCE / "CMakeLists.txt", *SOURCE.glob("*.cpp"), *SOURCE.glob("*.h")):
         shutil.copy(source, project)
 
     def build(*targets: str, flags: str = "", build_type: str = "Release") -> Path:
-        cmakedir = subprocess.run(
-            [sys.executable, "-m", "xllm_executor", "--cmakedir"], capture_output=True, text=True, check=True
-        ).stdout.strip()
         folder = project / f"build-{build_type}-{abs(hash(flags))}"
-        configure = [
-            *(tool("cmake"), "-G", "Ninja", "-S", project, "-B", folder, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
-            *(f"-DCMAKE_BUILD_TYPE={build_type}", f"-DCMAKE_CXX_FLAGS={flags}"),
-            *(f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_PREFIX_PATH={cmakedir}", "-DCMAKE_UNITY_BUILD=ON"),
-        ]
-        for command in (configure, [tool("cmake"), "--build", folder, "--target", *targets]):
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert result.returncode == 0, result.stdout + result.stderr
-            assert "warning:" not in result.stdout + result.stderr, result.stdout
-        return folder
+        return build_project(project, folder, *targets, flags=flags, build_type=build_type)
 
     return build
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,15 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sanitizers import ADDRESS_FLAGS, THREAD_FLAGS, TSAN_EXIT_CODE, TSAN_OPTIONS, without_randomized_addresses
 
 Completed = subprocess.CompletedProcess[str]
 Run = Callable[..., Completed]
-TSAN_OPTIONS = {
-    # What libraries do through libc is ordered in ways that cannot all be seen, and not ours; their locks still count.
-    "ignore_noninstrumented_modules": 1,
-    "atexit_sleep_ms": 0,
-    "exitcode": 66,
-}
 SAMPLE = {"flag": True, "text": "é\n", "inner": {"count": 2, "names": ["a"]}, "inners": [{"count": 5, "names": ["c"]}]}
 
 
@@ -55,8 +49,7 @@ def test_no_misuse_of_memory_and_no_undefined_behaviour(
     tmp_path: Path,
 ) -> None:
     """A leak counts when our code made the block."""
-    flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O0"
-    programs = build_host("bridge_host", "contract_host", "lifecycle_host", flags=flags, build_type="None")
+    programs = build_host("bridge_host", "contract_host", "lifecycle_host", flags=ADDRESS_FLAGS, build_type="None")
     environment = {
         "PYTHONMALLOC": "malloc",
         "ASAN_OPTIONS": "detect_leaks=1",
@@ -86,14 +79,6 @@ def test_no_misuse_of_memory_and_no_undefined_behaviour(
     assert runs[0].stdout.count("\n") > 10
 
 
-def without_randomized_addresses() -> list[str]:
-    """A prefix of commands, where the system lets it: older thread sanitizers stop at some kernels' address layouts."""
-    setarch = shutil.which("setarch")
-    if setarch is None or subprocess.run([setarch, "-R", "true"], capture_output=True, check=False).returncode != 0:
-        return []
-    return [setarch, "-R"]
-
-
 def test_no_data_races(
     build_host: Callable[..., Path],
     run_two_at_a_time: Callable[..., list[Completed]],
@@ -103,7 +88,7 @@ def test_no_data_races(
     tmp_path: Path,
 ) -> None:
     """What threads do together. The GIL's own lock is seen: what it guards is clean because of it."""
-    programs = build_host("bridge_host", "lifecycle_host", flags="-fsanitize=thread -g1 -O0", build_type="None")
+    programs = build_host("bridge_host", "lifecycle_host", flags=THREAD_FLAGS, build_type="None")
     prefix = without_randomized_addresses()
     lifecycle = (*prefix, programs / "lifecycle_host", small_checkpoint, sys.executable)
     scenarios: list[tuple[object, ...]] = [
@@ -116,11 +101,11 @@ def test_no_data_races(
     drive = (*prefix, programs / "bridge_host", checkpoint, sys.executable, recorder, "drive")
     planted, *runs = run_two_at_a_time(
         [(*lifecycle, "race"), drive, *((*lifecycle, *scenario) for scenario in scenarios)],
-        TSAN_OPTIONS=":".join(f"{name}={value}" for name, value in TSAN_OPTIONS.items()),
+        TSAN_OPTIONS=TSAN_OPTIONS,
         XLLM_RECORD=str(tmp_path / "record.jsonl"),
         OMP_NUM_THREADS="1",
     )
-    assert planted.returncode == TSAN_OPTIONS["exitcode"], planted.stderr
+    assert planted.returncode == TSAN_EXIT_CODE, planted.stderr
     assert "data race" in planted.stderr
     assert "hosts::race()" in planted.stderr
     codes = {"exit_in_first_load": 7, "exit_after_a_late_static": 7, "return_while_a_loop_runs": 5}
