@@ -43,6 +43,11 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"kv_seq_lens_host": ints(0, 11, 6)}, "its KV length -5 in kv_seq_lens_host needs 0|its KV length 11"),
     ({"kv_seq_lens_host": ints(0, 6)}, "kv_seq_lens_host has 2 entries, paged_kv_indptr_host 3"),
     ({"paged_kv_last_page_len_host": ints(2)}, "paged_kv_last_page_len_host 1; they must be"),
+    # Each gives every sequence as many pages and tokens as it needs, if only the first offset is 0.
+    ({"kv_seq_lens_host": ints(1, 6, 11)}, "kv_seq_lens_host starts at 1; it must start at 0"),
+    ({"paged_kv_indptr_host": ints(-1, 2, 4)}, "paged_kv_indptr_host starts at -1; it must start at 0"),
+    ({"qo_indptr_host": ints(1, 3, 4)}, "qo_indptr_host starts at 1; it must start at 0"),
+    ({"qo_indptr_host": ints()}, "qo_indptr_host has no entries; it must start at 0"),
     ({"paged_kv_indices": ints(4, 2, 9)}, "paged_kv_indptr_host ends at 4; paged_kv_indices has 3 entries"),
     ({"max_seq_len": 5}, "max_seq_len is 5; kv_seq_lens_host has a sequence of KV length 6"),
     ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, r"block_table has shape \[2, 1\].*2 sequences of up to 2"),
@@ -92,7 +97,9 @@ def test_empty_rows_and_empty_steps_pass() -> None:
     page_size=st.integers(1, 6),
     change=st.none()
     | st.tuples(
-        st.sampled_from(("kv_seq_lens", "paged_kv_indptr", "last")), st.integers(0, 6), st.sampled_from((-1, 1))
+        st.sampled_from(("kv_seq_lens", "paged_kv_indptr", "last", "first query")),
+        st.integers(0, 6),
+        st.sampled_from((-1, 1)),
     ),
 )
 def test_it_refuses_what_validate_refuses(
@@ -109,9 +116,11 @@ def test_it_refuses_what_validate_refuses(
             "kv_seq_lens": ("kv_seq_lens_host", "kv_cu_seq_lens"),
             "paged_kv_indptr": ("paged_kv_indptr_host", "paged_kv_indptr"),
             "last": ("paged_kv_last_page_len_host", "paged_kv_last_page_len"),
+            "first query": ("qo_indptr_host", "qo_indptr"),
         }[which]
-        values = getattr(built, host).clone()
-        if 0 < index < values.shape[0] - 1:
+        values = getattr(built, host)
+        if values is not None and index < (1 if which == "first query" else values.shape[0]):
+            values = values.clone()
             values[index] += by
             built = replace(built, **{host: values, device: values.clone()})
     sizes = {"num_tokens": sum(q for q, _ in lens), "num_seqs": len(lens), "num_pages": 200, "page_size": page_size}

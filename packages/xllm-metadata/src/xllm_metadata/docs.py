@@ -118,7 +118,7 @@ Without it, the executor checks shapes, devices and host mirrors of every step, 
 - a tensor on another device than the caches, and a host mirror that is not on the CPU;
 - page tables that do not fit: `paged_kv_indptr_host` and `paged_kv_last_page_len_host` must give each sequence the
   pages of the caches' `page_size` that its KV length needs, and `paged_kv_indices` must have an entry for each page;
-- a KV length above `max_seq_len`.
+- a KV length above `max_seq_len`, and a `*_indptr_host` or `kv_seq_lens_host` that does not start at 0.
 
 Only `validate` finds wrong values in device tensors: page indices and slots outside of the cache, slots of other pages,
 two writes to one slot, positions, `logits_indices` out of range, and a host mirror that differs from its device tensor.

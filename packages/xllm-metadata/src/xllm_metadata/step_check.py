@@ -18,7 +18,7 @@ def check_step(metadata: AttentionMetadata, page_size: int, device: torch.device
     """Checks the devices of a step's fields, and its page tables against its KV lengths.
 
     Per sequence: the number of pages and the tokens in the last one give the KV length, and no KV length exceeds
-    `max_seq_len`. `paged_kv_indices` and `block_table` are long enough.
+    `max_seq_len`. The offsets of the host mirrors start at 0. `paged_kv_indices` and `block_table` are long enough.
 
     Args:
         metadata: the step's, before padding.
@@ -41,17 +41,21 @@ def check_step(metadata: AttentionMetadata, page_size: int, device: torch.device
         and metadata.kv_cu_seq_lens.device == device
     ):
         _refuse_device(metadata, device)
-    if (metadata.is_prefill or metadata.is_chunked_prefill) and (
-        (metadata.qo_indptr is not None and metadata.qo_indptr.device != device)
-        or (metadata.qo_indptr_host is not None and not metadata.qo_indptr_host.is_cpu)
-    ):
-        _refuse_device(metadata, device)
+    if metadata.is_prefill or metadata.is_chunked_prefill:
+        queries, queries_host = metadata.qo_indptr, metadata.qo_indptr_host
+        if queries is not None and queries.device != device:
+            _refuse_device(metadata, device)
+        if queries_host is not None:
+            _check_query_offsets(queries_host, metadata, device)
     kv, pages, last = kv_offsets.tolist(), page_offsets.tolist(), last_page_lens.tolist()
     if len(kv) != len(last) + 1 or len(pages) != len(kv):
         raise ValueError(
             f"kv_seq_lens_host has {len(kv)} entries, paged_kv_indptr_host {len(pages)} and "
             f"paged_kv_last_page_len_host {len(last)}; they must be B + 1, B + 1 and B"
         )
+    if kv[0] or pages[0]:
+        name, offsets = ("kv_seq_lens_host", kv) if kv[0] else ("paged_kv_indptr_host", pages)
+        raise ValueError(f"{name} starts at {offsets[0]}; it must start at 0")
     # A plain loop: at these sizes it takes less time than tensor ops.
     longest = metadata.max_seq_len
     kv_begin = first_page = 0
@@ -67,6 +71,15 @@ def check_step(metadata: AttentionMetadata, page_size: int, device: torch.device
         raise ValueError(f"paged_kv_indptr_host ends at {first_page}; paged_kv_indices has {indices.shape[0]} entries")
     if metadata.block_table is not None:
         _check_block_table(metadata.block_table, pages, device)
+
+
+def _check_query_offsets(offsets: torch.Tensor, metadata: AttentionMetadata, device: torch.device) -> None:
+    if not offsets.is_cpu:
+        _refuse_device(metadata, device)
+    first = offsets.tolist()[:1]
+    if first != [0]:
+        found = f"starts at {first[0]}" if first else "has no entries"
+        raise ValueError(f"qo_indptr_host {found}; it must start at 0")
 
 
 def _check_pages(kv: list[int], pages: list[int], last: list[int], page_size: int) -> None:
