@@ -39,6 +39,7 @@ from model import SHAPES, random_model
 
 from xllm_executor import ModelExecutor
 from xllm_graph import sequence_buckets
+from xllm_metadata import allocate_caches
 from xllm_models import TensorParallel
 
 OVERLAPPED = "overlapped"
@@ -63,17 +64,9 @@ class Bench:
         self.model = random_model(arguments.shape, self.device, getattr(torch, arguments.dtype), context.tp)
         self.builder = StepBuilder(max_num_seqs=max(self.batches), max_len=self.max_len, device=self.device)
         self._sample = Greedy(max(self.batches), self.device)
-        self.caches = [
-            tuple(
-                torch.zeros(
-                    (self.builder.num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim),
-                    dtype=self.model.dtype,
-                    device=self.device,
-                )
-                for _ in "kv"
-            )
-            for spec in self.model.attention_specs
-        ]
+        self.caches = allocate_caches(
+            self.model.cache_specs, num_pages=self.builder.num_pages, page_size=PAGE_SIZE, device=self.device
+        )
         vocabulary = SHAPES[arguments.shape]["vocab_size"]
         shape = (max(self.batches), arguments.input_len)
         self.prompts = np.random.default_rng(1).integers(0, vocabulary, shape, dtype=np.int32)

@@ -27,13 +27,15 @@ at::Tensor int32_on(c10::Device device, const std::vector<int32_t>& values) {
   return at::tensor(values, at::TensorOptions().dtype(at::kInt)).to(device);
 }
 
-// One layer's cache is two tensors [num_pages, page_size, num_kv_heads, head_dim]. The host owns them.
+// The cache tensors that each layer needs. The host owns them. A model with state layers needs num_slots, too.
 std::vector<std::vector<at::Tensor>> make_caches(const PyCausalLM& model, int64_t num_pages) {
   std::vector<std::vector<at::Tensor>> caches;
-  const auto options = at::TensorOptions().dtype(model.dtype()).device(model.device());
-  for (const auto& shape : model.cache_shapes()) {
-    const std::vector<int64_t> sizes = {num_pages, kPageSize, shape.num_kv_heads, shape.head_dim};
-    caches.push_back({at::zeros(sizes, options), at::zeros(sizes, options)});
+  for (const auto& layer : model.cache_specs()) {
+    caches.emplace_back();
+    for (const auto& spec : layer) {
+      const auto shape = spec.tensor_shape({.num_pages = num_pages, .page_size = kPageSize});
+      caches.back().push_back(at::zeros(shape, at::TensorOptions().dtype(spec.dtype).device(model.device())));
+    }
   }
   return caches;
 }

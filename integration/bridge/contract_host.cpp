@@ -106,7 +106,7 @@ class Config:
 
 class Model:
     config = Config()
-    attention_specs = []
+    cache_specs = []
     dtype = torch.float32
 
     def __init__(self, args, *, device, tp=None):

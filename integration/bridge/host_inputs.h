@@ -13,16 +13,19 @@ namespace hosts {
 
 inline constexpr int64_t kPageSize = 4;
 inline constexpr int64_t kNumPages = 16;
+inline constexpr int64_t kNumSlots = 8;
 
 inline at::Tensor int32(const std::vector<int32_t>& values) { return at::tensor(values, at::kInt); }
 
-// [num_pages, page_size, num_kv_heads, head_dim] twice a layer, zeros.
+// The cache tensors of each layer, zeros.
 inline std::vector<std::vector<at::Tensor>> make_caches(const xllm_executor::PyCausalLM& model) {
   std::vector<std::vector<at::Tensor>> caches;
-  for (const auto& shape : model.cache_shapes()) {
-    const std::vector<int64_t> sizes = {kNumPages, kPageSize, shape.num_kv_heads, shape.head_dim};
-    const auto options = at::TensorOptions().dtype(model.dtype()).device(model.device());
-    caches.push_back({at::full(sizes, 0, options), at::full(sizes, 0, options)});
+  for (const auto& layer : model.cache_specs()) {
+    std::vector<at::Tensor>& tensors = caches.emplace_back();
+    for (const xllm_executor::CacheSpec& spec : layer) {
+      const auto shape = spec.tensor_shape({.num_pages = kNumPages, .page_size = kPageSize, .num_slots = kNumSlots});
+      tensors.push_back(at::full(shape, 0, at::TensorOptions().dtype(spec.dtype).device(model.device())));
+    }
   }
   return caches;
 }

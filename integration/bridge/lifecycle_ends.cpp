@@ -176,7 +176,7 @@ int moved_from(const std::string& model_path) {
       [&] { (void)model.args(); },
       [&] { (void)model.dtype(); },
       [&] { (void)model.device(); },
-      [&] { (void)model.cache_shapes(); },
+      [&] { (void)model.cache_specs(); },
       [&] { (void)model.logits(int32({1}), std::nullopt); },
       [&] { model.load_weights({}); },
       [&] { PyExecutor(model, {}, 4); },

@@ -45,7 +45,7 @@ class Config:
 
 def load_model(path, **options):
     return types.SimpleNamespace(
-        config=Config(), attention_specs=[], dtype=torch.float32, device=torch.device(options["device"]))
+        config=Config(), cache_specs=[], dtype=torch.float32, device=torch.device(options["device"]))
 
 class ModelExecutor:
     def __init__(self, model, config, max_seqs_per_batch):

@@ -10,6 +10,7 @@ import torch
 
 from xllm_executor import ModelExecutor
 from xllm_graph.conformance import SCENARIOS
+from xllm_metadata import allocate_caches
 
 MakeSetup = Callable[..., Any]
 
@@ -42,8 +43,7 @@ def test_passes_see_the_models_ops(make_model: Any) -> None:
     executor = ModelExecutor(
         model, {"python_graph_backend": "eager", "max_tokens_per_batch": 16}, 4, graph_passes=[look]
     )
-    shapes = [(8, 4, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
-    executor.bind_kv_caches([(torch.zeros(shape), torch.zeros(shape)) for shape in shapes])
+    executor.bind_kv_caches(allocate_caches(model.cache_specs, num_pages=8, page_size=4))
     executor.warmup()
     assert any("xllm.attention" in target for target in seen)
     assert any("xllm.rotary" in target or "norm_rotary" in target for target in seen)

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from xllm_executor import ModelExecutor
-from xllm_metadata import build_attention_metadata
+from xllm_metadata import allocate_caches, build_attention_metadata
 from xllm_models import load_model
 from xllm_text.worker import Worker
 
@@ -194,8 +194,8 @@ def python_host(checkpoint: Path, device: str, dtype: str, graphs: str) -> tuple
     config = {"python_graph_backend": graphs, "max_tokens_per_batch": MAX_TOKENS, "max_model_len": MAX_LEN}
     model = load_model(str(checkpoint), device=device, dtype=dtype)
     executor = ModelExecutor(model, config, MAX_SEQS)
-    shapes = [(NUM_PAGES, PAGE_SIZE, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
-    executor.bind_kv_caches([[torch.zeros(s, dtype=model.dtype, device=device) for _ in "kv"] for s in shapes])
+    sizes = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
+    executor.bind_kv_caches(allocate_caches(model.cache_specs, **sizes, device=device))
     executor.warmup()
     num_pages = [-(-(len(prompt) + NUM_STEPS) // PAGE_SIZE) for prompt in TOGETHER]
     tables = [list(range(end - count, end)) for count, end in zip(num_pages, accumulate(num_pages), strict=True)]

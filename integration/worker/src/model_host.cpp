@@ -80,14 +80,15 @@ std::string dtype_name(at::ScalarType dtype) {
 }
 
 std::vector<std::vector<at::Tensor>> make_kv_caches(const LoadedModel& model, const ServerInfo& info) {
-  const auto like = at::TensorOptions().dtype(model.dtype()).device(model.device());
+  const xllm_executor::CacheSizes sizes{.num_pages = info.num_blocks, .page_size = info.block_size};
   std::vector<std::vector<at::Tensor>> caches;
   try {
-    for (const xllm_executor::CacheShape& layer : model.cache_shapes()) {
-      const auto make = [&] {
-        return at::empty({info.num_blocks, info.block_size, layer.num_kv_heads, layer.head_dim}, like);
-      };
-      caches.push_back({make(), make()});
+    for (const auto& layer : model.cache_specs()) {
+      std::vector<at::Tensor>& tensors = caches.emplace_back();
+      for (const xllm_executor::CacheSpec& spec : layer) {
+        const auto options = at::TensorOptions().dtype(spec.dtype).device(model.device());
+        tensors.push_back(at::empty(spec.tensor_shape(sizes), options));
+      }
     }
   } catch (const c10::Error& error) {
     throw std::runtime_error("a KV cache of " + std::to_string(info.num_blocks) + " pages of " +
@@ -150,8 +151,8 @@ std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const Rank
 
 ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& model) {
   int64_t bytes_per_token = 0;
-  for (const xllm_executor::CacheShape& shape : model.cache_shapes()) {
-    bytes_per_token += 2 * shape.num_kv_heads * shape.head_dim * static_cast<int64_t>(at::elementSize(model.dtype()));
+  for (const auto& layer : model.cache_specs()) {
+    for (const xllm_executor::CacheSpec& spec : layer) bytes_per_token += spec.bytes_per_entry();
   }
   ServerInfo info;
   info.model_type = model.args().model_type();

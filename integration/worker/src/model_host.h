@@ -32,9 +32,9 @@ class LoadedModel {
   virtual const ModelArgs& args() const = 0;
   virtual at::ScalarType dtype() const = 0;
   virtual at::Device device() const = 0;
-  virtual std::vector<xllm_executor::CacheShape> cache_shapes() const = 0;  // one per layer
+  virtual std::vector<std::vector<xllm_executor::CacheSpec>> cache_specs() const = 0;  // per layer
 
-  // Prepares the first step, warm-up included. Call once. caches: [layer] -> {k, v}. All ranks of `group` call this;
+  // Prepares the first step, warm-up included. Call once. caches: [layer], in the order of cache_specs. All ranks of `group` call this;
   // nullopt with one rank.
   virtual std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
                                                const ServerInfo& info,

@@ -69,7 +69,7 @@ class LoadedPythonModel : public LoadedModel {
   const ModelArgs& args() const override { return model_->args(); }
   at::ScalarType dtype() const override { return model_->dtype(); }
   at::Device device() const override { return model_->device(); }
-  std::vector<xllm_executor::CacheShape> cache_shapes() const override { return model_->cache_shapes(); }
+  std::vector<std::vector<xllm_executor::CacheSpec>> cache_specs() const override { return model_->cache_specs(); }
 
   std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,
                                        const ServerInfo& info,

@@ -11,7 +11,7 @@ import torch
 
 from xllm_attention import AttentionBackend, AttentionSpec, BackendLimits, create_backend
 from xllm_attention.conformance import BackendFactory
-from xllm_metadata import LayerCache
+from xllm_metadata import LayerCache, allocate_caches
 
 MakeBackend = Callable[..., AttentionBackend]
 LIMITS = BackendLimits(
@@ -63,8 +63,7 @@ def make_caches() -> Callable[..., list[LayerCache]]:
         page_size: int = 4,
         dtype: torch.dtype = torch.float32,
     ) -> list[LayerCache]:
-        shapes = [(2, num_pages, page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
-        return [LayerCache.from_tensors(tuple(torch.zeros(shape, dtype=dtype))) for shape in shapes]
+        return allocate_caches([spec.cache_specs(dtype) for spec in specs], num_pages=num_pages, page_size=page_size)
 
     return make
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,27 +24,43 @@ def _own(k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> LayerC
     return LayerCache(k=torch.zeros(SHAPE) if k is None else k, v=torch.zeros(SHAPE) if v is None else v)
 
 
+def _needs(found: str) -> str:
+    return re.escape(f"{found}; its layer needs [num_pages, page_size, 2, 8]")
+
+
 @pytest.mark.parametrize(
     ("caches", "message"),
     [
-        ([_cache()], "1 KV caches for 2 layers"),
-        ([_cache()] * 3, "3 KV caches for 2 layers"),
+        ([_cache()], "1 caches for 2 layers"),
+        ([_cache()] * 3, "3 caches for 2 layers"),
         ([_cache(), _cache(v=None)], "v cache of layer 1 is None"),
-        ([_cache(k=torch.zeros(4, 16, 16)), _cache()], "k cache of layer 0 has 3 dimensions; it must have 4"),
-        ([_cache(), _cache(k=torch.zeros(4, 16, 3, 8))], "k cache of layer 1 has num_kv_heads 3; its layer has 2"),
-        ([_cache(), _cache(v=torch.zeros(4, 16, 2, 9))], "v cache of layer 1 has head_dim 9; its layer has 8"),
-        ([_cache(), _cache(k=GOOD.half())], "has dtype torch.float16; the backend was made for torch.float32"),
+        (
+            [_cache(k=torch.zeros(4, 16, 16)), _cache()],
+            _needs("k cache of layer 0 has shape [4, 16, 16]"),
+        ),
+        (
+            [_cache(), _cache(k=torch.zeros(4, 16, 3, 8))],
+            _needs("k cache of layer 1 has shape [4, 16, 3, 8]"),
+        ),
+        (
+            [_cache(), _cache(v=torch.zeros(4, 16, 2, 9))],
+            _needs("v cache of layer 1 has shape [4, 16, 2, 9]"),
+        ),
+        ([_cache(), _cache(k=GOOD.half())], "has dtype torch.float16; its layer needs torch.float32"),
         ([_cache(), _cache(k=GOOD.to("meta"))], "k cache of layer 1 is on meta; the backend was made for cpu"),
         ([_cache(k=torch.zeros(0, 16, 2, 8)), _cache()], "has num_pages 0; it must be at least 1"),
         ([_cache(k=torch.zeros(4, 0, 2, 8)), _cache()], "has page_size 0; it must be at least 1"),
-        ([_cache(v=torch.zeros(5, 16, 2, 8)), _cache()], r"have shapes \[4, 16, 2, 8\] and \[5, 16, 2, 8\]"),
+        (
+            [_cache(v=torch.zeros(5, 16, 2, 8)), _cache()],
+            r"num_pages differs: 4 .k cache of layer 0., 5 .v",
+        ),
         (
             [_cache(), _cache(*torch.zeros(2, 4, 8, 2, 8))],
-            r"page sizes differ: 16 \(layer 0\), 8 \(layer 1\)",
+            r"page_size differs: 16 \(k cache of layer 0\), 8 \(k cache of layer 1\)",
         ),
         (
             [_cache(), _cache(*torch.zeros(2, 5, 16, 2, 8))],
-            r"num_pages differ: 4 \(layer 0\), 5 \(layer 1\); all caches must have the same",
+            r"num_pages differs: 4 \(k cache of layer 0\), 5 \(k cache of layer 1\); all caches must have the same",
         ),
         ([_cache(k=torch.zeros(1, 16, 2, 8).expand(SHAPE)), _cache()], "elements overlap"),
         ([_cache(k=torch.zeros(2000).as_strided(SHAPE, (255, 16, 8, 1))), _cache()], "elements overlap"),
@@ -93,7 +110,7 @@ def test_a_cache_tensor_that_attention_does_not_use_is_refused(
 ) -> None:
     extra: dict[str, torch.Tensor] = {slot: torch.zeros(4, 3)}
     caches = [_cache(), LayerCache(k=GOOD, v=GOOD, **extra)]
-    message = rf"{slot} cache of layer 1 has shape \[4, 3\]; its layer is paged attention, which uses only k and v"
+    message = rf"{slot} cache of layer 1 has shape \[4, 3\]; its layer needs only k and v"
     with pytest.raises(ValueError, match=message):
         make_backend([spec, spec], bind=False).bind_kv_caches(caches)
 

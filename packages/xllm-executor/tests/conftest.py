@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from xllm_metadata import allocate_caches
 from xllm_models import CausalLM, get_model_class
 
 CONFIG = {
@@ -53,12 +54,12 @@ def unloaded_model() -> CausalLM:
 
 
 @pytest.fixture
-def make_caches() -> Callable[[CausalLM], list[tuple[torch.Tensor, torch.Tensor]]]:
+def make_caches() -> Callable[[CausalLM], list[tuple[torch.Tensor, ...]]]:
     """KV caches of 16 pages of 4 tokens, poisoned: an unwritten slot that is read shows as NaN."""
 
-    def make(model: CausalLM) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        shapes = [(16, 4, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
-        return [(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for shape in shapes]
+    def make(model: CausalLM) -> list[tuple[torch.Tensor, ...]]:
+        caches = allocate_caches(model.cache_specs, num_pages=16, page_size=4, fill=torch.nan)
+        return [tuple(tensor for _, tensor in cache.items()) for cache in caches]
 
     return make
 

@@ -33,7 +33,7 @@ def direct(model: CausalLM, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     """The step without the executor."""
     backend = create_backend(
         "torch",
-        model.attention_specs,
+        model.layer_specs,
         BackendLimits(
             device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=8, max_num_tokens=16, max_model_len=64
         ),
@@ -68,7 +68,7 @@ def test_one_plan_a_step_whatever_the_number_of_layers(model: CausalLM, make_cac
     for steps in range(1, 4):
         executor.execute(TOKENS, POSITIONS, STEP)
         assert executor.stats()["plans"] == [steps]
-    assert len(model.attention_specs) == 28
+    assert len(model.layer_specs) == 28
     assert executor.stats()["steps"] == {"eager": 3}
     assert executor.stats()["eager_reasons"] == {"graphs_off": 3}
 
@@ -286,14 +286,14 @@ def test_an_fp8_cache_is_refused(model: CausalLM, make_caches: Caches) -> None:
         ModelExecutor(model, {}, 8).bind_kv_caches(caches)
 
 
-def test_a_cache_tensor_that_no_layer_uses_is_refused(model: CausalLM, make_caches: Caches) -> None:
-    """A host passes tensors in slot order: k, v, index, conv, ssm."""
+def test_another_number_of_caches_or_tensors_is_refused(model: CausalLM, make_caches: Caches) -> None:
+    """A host passes the tensors of a layer in the order of `cache_specs`."""
     caches: list[Any] = make_caches(model)
-    caches[0] = (*caches[0], None, torch.zeros(4, 3))
-    message = r"conv cache of layer 0 has shape \[4, 3\]; its layer is paged attention, which uses only k and v"
     executor = ModelExecutor(model, {}, 8)
-    with pytest.raises(ValueError, match=message):
-        executor.bind_kv_caches(caches)
+    with pytest.raises(ValueError, match="a layer's cache has 3 tensors; it needs 2: k, v"):
+        executor.bind_kv_caches([(*caches[0], torch.zeros(4, 3)), *caches[1:]])
+    with pytest.raises(ValueError, match=f"{len(caches) - 1} caches for {len(caches)} layers; every layer needs one"):
+        executor.bind_kv_caches(caches[1:])
     executor.bind_kv_caches(make_caches(model))
 
 

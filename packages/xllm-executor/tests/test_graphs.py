@@ -232,7 +232,7 @@ def test_capacity_is_rounded_up_and_the_host_held_to_its_limit(small_model: Caus
         {"python_graph_backend": "recorded", "graph_token_budget": 1, "max_model_len": 4, "max_tokens_per_batch": 100},
         100,
     )
-    executor.bind_kv_caches([(torch.zeros(shape), torch.zeros(shape)) for _ in small_model.attention_specs])
+    executor.bind_kv_caches([(torch.zeros(shape), torch.zeros(shape)) for _ in small_model.layer_specs])
     executor.warmup()
     for size in (96, 97, 100):
         metadata = build_attention_metadata([1] * size, [1] * size, [[i] for i in range(size)], page_size=4)

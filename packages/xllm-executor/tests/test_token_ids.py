@@ -19,7 +19,7 @@ import sys
 import torch
 
 from xllm_executor import ModelExecutor, executor, tensor_parallel
-from xllm_metadata import build_attention_metadata
+from xllm_metadata import allocate_caches, build_attention_metadata
 from xllm_models import get_model_class
 from xllm_models.layers import TensorParallel
 from conftest import CONFIG
@@ -36,8 +36,7 @@ for parameter in model.parameters():
     torch.nn.init.normal_(parameter, std=0.2)
 model.weights_loaded = True
 runner = ModelExecutor(model, {"python_graph_backend": sys.argv[4], "max_tokens_per_batch": 8}, 8)
-shapes = [(16, 4, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
-runner.bind_kv_caches([(torch.zeros(shape), torch.zeros(shape)) for shape in shapes])
+runner.bind_kv_caches(allocate_caches(model.cache_specs, num_pages=16, page_size=4))
 runner.warmup()
 step = build_attention_metadata([3, 1], [3, 1], [[1], [2]], page_size=4)
 positions = torch.tensor([0, 1, 2, 0], dtype=torch.int32)

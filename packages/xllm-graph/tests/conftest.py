@@ -23,7 +23,7 @@ from xllm_graph import (
     token_buckets,
 )
 from xllm_graph.conformance import Limits, ReplayHarness
-from xllm_metadata import LayerCache
+from xllm_metadata import LayerCache, allocate_caches
 
 SPECS = tuple(
     AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35, sliding_window=window) for window in (0, 5)
@@ -110,9 +110,9 @@ def make_backend(
             max_model_len=limits.max_model_len,
         ),
     )
-    shapes = [(limits.num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
+    needed = [spec.cache_specs(torch.float32) for spec in specs]
     with torch.inference_mode(False):  # ordinary tensors, as a host allocates them
-        caches = [LayerCache(k=torch.zeros(s, device=device), v=torch.zeros(s, device=device)) for s in shapes]
+        caches = allocate_caches(needed, num_pages=limits.num_pages, page_size=limits.page_size, device=device)
     backend.bind_kv_caches(caches)
     return backend, caches
 

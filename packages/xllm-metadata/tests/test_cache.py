@@ -1,13 +1,16 @@
-"""LayerCache: names for the tensors of a host's tuple."""
+"""Names, shapes and allocation of cache tensors."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from xllm_metadata import LayerCache
+from xllm_metadata import CacheKind, CacheSpec, LayerCache, allocate_caches
 
 K, V = torch.zeros(1), torch.ones(1)
+CONV = CacheSpec("conv", CacheKind.STATE, (6, 3), torch.bfloat16)
+SSM = CacheSpec("ssm", CacheKind.STATE, (2, 4, 5), torch.float32)
+KEYS = CacheSpec("k", CacheKind.PAGED, (2, 8), torch.float16)
 
 
 def test_tensors_are_named_in_order() -> None:
@@ -20,6 +23,35 @@ def test_tensors_are_named_in_order() -> None:
     assert list(LayerCache.from_tensors((None, V)).items()) == [("v", V)]
 
 
-def test_too_many_tensors_are_refused() -> None:
-    with pytest.raises(ValueError, match="a layer's cache has 6 tensors; at most 5 are known"):
-        LayerCache.from_tensors([K] * 6)
+def test_tensors_are_named_by_the_specs() -> None:
+    assert dict(LayerCache.from_tensors((K, V), [SSM, CONV]).items()) == {"ssm": K, "conv": V}
+    assert dict(LayerCache.from_tensors((K,), [KEYS]).items()) == {"k": K}
+
+
+@pytest.mark.parametrize(
+    ("number", "specs", "needed"), [(6, None, "2: k, v"), (2, [KEYS], "1: k"), (0, [KEYS], "1: k")]
+)
+def test_another_number_of_tensors_is_refused(number: int, specs: list[CacheSpec] | None, needed: str) -> None:
+    with pytest.raises(ValueError, match=f"a layer's cache has {number} tensors; it needs {needed}"):
+        LayerCache.from_tensors([K] * number, specs)
+
+
+def test_sizes_of_a_spec() -> None:
+    sizes = {"num_pages": 7, "page_size": 16, "num_slots": 3}
+    assert KEYS.tensor_shape(**sizes) == (7, 16, 2, 8)
+    assert SSM.tensor_shape(**sizes) == (3, 2, 4, 5)
+    assert KEYS.bytes_per_entry == 2 * 8 * 2
+    assert SSM.bytes_per_entry == 2 * 4 * 5 * 4
+
+
+def test_caches_are_allocated_by_spec() -> None:
+    state, keys = allocate_caches([[CONV, SSM], [KEYS]], num_pages=7, page_size=16, num_slots=3, fill=torch.nan)
+    assert state.k is None
+    assert keys.v is None
+    found = {name: (tuple(tensor.shape), tensor.dtype) for cache in (state, keys) for name, tensor in cache.items()}
+    assert found == {
+        "conv": ((3, 6, 3), torch.bfloat16),
+        "ssm": ((3, 2, 4, 5), torch.float32),
+        "k": ((7, 16, 2, 8), torch.float16),
+    }
+    assert all(bool(tensor.isnan().all()) for cache in (state, keys) for _, tensor in cache.items())

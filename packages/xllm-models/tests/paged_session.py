@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from xllm_attention import BackendLimits, create_backend, forward_context
-from xllm_metadata import LayerCache, build_attention_metadata
+from xllm_metadata import allocate_caches, build_attention_metadata
 from xllm_models import CausalLM
 
 TEXT_LENS = (19, 12, 23)
@@ -44,7 +44,7 @@ class PagedSession:
         self.tables = [order[i * pages : (i + 1) * pages] for i in range(num_sequences)]
         self.backend = create_backend(
             "torch",
-            model.attention_specs,
+            model.layer_specs,
             BackendLimits(
                 device=model.device,
                 dtype=model.dtype,
@@ -53,11 +53,8 @@ class PagedSession:
                 max_model_len=max_len,
             ),
         )
-        shapes = [(num_pages, page_size, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
-        like = {"dtype": model.dtype, "device": model.device}
-        self.backend.bind_kv_caches(
-            [LayerCache.from_tensors([torch.full(s, torch.nan, **like) for _ in "kv"]) for s in shapes]
-        )
+        sizes = {"num_pages": num_pages, "page_size": page_size}
+        self.backend.bind_kv_caches(allocate_caches(model.cache_specs, **sizes, device=model.device, fill=torch.nan))
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """(sequence, its new tokens) of one step -> logits [n, vocab] of the new tokens, a tensor for each entry."""

@@ -46,7 +46,7 @@ def test_a_loaded_model_is_ready_to_run(directory: Path, dtype: torch.dtype | st
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.device == torch.device("cpu")
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5)
-    assert model.attention_specs == [spec, spec]
+    assert model.layer_specs == [spec, spec]
     assert model.config.model_type == "qwen3"
 
 
@@ -60,7 +60,7 @@ def test_a_model_is_made_from_model_args_names_alone(directory: Path) -> None:
     args = loaded.config.to_model_args()
     model = get_model_class(str(args["model_type"]))(args)
     assert model.config == loaded.config
-    assert model.attention_specs == loaded.attention_specs
+    assert model.layer_specs == loaded.layer_specs
 
 
 def test_logits_of_chosen_rows(directory: Path) -> None:

@@ -20,10 +20,15 @@ class LoadedNativeModel : public LoadedModel {
   at::ScalarType dtype() const override { return dtype_; }
   at::Device device() const override { return device_; }
 
-  std::vector<xllm_executor::CacheShape> cache_shapes() const override {
-    std::vector<xllm_executor::CacheShape> shapes;
-    for (const xllm_executor::AttentionLayer& layer : state_.layers) shapes.push_back({layer.num_kv_heads, layer.head_dim});
-    return shapes;
+  std::vector<std::vector<xllm_executor::CacheSpec>> cache_specs() const override {
+    std::vector<std::vector<xllm_executor::CacheSpec>> layers;
+    for (const xllm_executor::AttentionLayer& layer : state_.layers) {
+      std::vector<xllm_executor::CacheSpec>& specs = layers.emplace_back();
+      for (const char* name : {"k", "v"}) {
+        specs.push_back({.name = name, .shape = {layer.num_kv_heads, layer.head_dim}, .dtype = dtype_});
+      }
+    }
+    return layers;
   }
 
   std::unique_ptr<TensorModel> prepare(const WorkerOptions& options,

@@ -51,6 +51,8 @@ class BackendCapabilities:
     head_dims: frozenset[int] | None = None
     group_sizes: frozenset[int] | None = None
     device_types: frozenset[str] | None = None
+    v_head_dims: bool = False  # value heads of another size than key heads
+    latent: bool = False  # layers whose values are part of their keys
 
     def refusal(self, spec: AttentionSpec, limits: BackendLimits) -> str | None:
         """Why the combination cannot be served, as `thing value; served are ...`; None when it can."""
@@ -63,6 +65,10 @@ class BackendCapabilities:
             if served is not None and value not in served:
                 listed = sorted(served, key=lambda one: (one if isinstance(one, int) else 0, str(one)))
                 return f"{thing} {value}; served are {listed}"
+        if spec.latent and not self.latent:
+            return "latent keys; served are layers with keys and values"
+        if spec.v_head_dim and not spec.latent and not self.v_head_dims:
+            return f"v_head_dim {spec.v_head_dim}; served is that of the keys, {spec.head_dim}"
         return None
 
 
@@ -74,6 +80,14 @@ class Step(NamedTuple):  # a named tuple costs the host less per step than a dat
     graph: bool
     num_tokens: int  # T, rows of slot_mapping, padding included
     num_seqs: int  # B, padding included
+
+
+def kv_pair(cache: LayerCache, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The (k, v) tensors of an attention layer's checked cache; in a latent layer v is a view of k."""
+    assert cache.k is not None  # checked at binding
+    v = cache.k[..., : spec.value_head_dim] if spec.latent else cache.v
+    assert v is not None
+    return cache.k, v
 
 
 class AttentionBackend(ABC):
@@ -148,21 +162,19 @@ class AttentionBackend(ABC):
 
     @final
     def bind_kv_caches(self, caches: Sequence[LayerCache]) -> None:
-        """Binds the KV caches, one per layer. The caller owns their memory.
+        """Binds the caches, one per layer, with the tensors of its `cache_specs`. The caller owns their memory.
 
         Any strides are accepted if no two elements overlap. Discards the current plan.
 
         Raises:
-            ValueError: wrong number, rank, shape, dtype, device or strides, unequal page sizes or num_pages, or a
-                cache tensor other than k and v.
+            ValueError: wrong number, shape, dtype, device or strides, unequal page sizes or num_pages, or a cache
+                tensor that the layer does not need.
         """
         page_size = check_caches(caches, self.specs, self.limits)
         self._num_tokens = self._page_size = None
-        self._bind([(cache.k, cache.v) for cache in caches if cache.k is not None and cache.v is not None], page_size)
+        self._bind([kv_pair(cache, spec) for cache, spec in zip(caches, self.specs, strict=True)], page_size)
         self._page_size = page_size
-        first = caches[0].k
-        assert first is not None  # checked
-        self._cache_device = first.device
+        self._cache_device = next(tensor.device for cache in caches for _, tensor in cache.items())
 
     @final
     def check_step(self, metadata: AttentionMetadata) -> None:
@@ -234,7 +246,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
-        """Takes the checked (k, v) caches, one pair per layer."""
+        """Takes the checked (k, v) caches, one pair per layer. In a latent layer v is a view of k: do not append it."""
 
     @abstractmethod
     def _plan_step(self, step: Step) -> None:

@@ -1,69 +1,64 @@
-"""Checks of the KV caches at binding time, the same for every backend. Owns no state."""
+"""Checks of the caches at binding time, the same for every backend. Owns no state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
-from xllm_metadata import LayerCache
+from xllm_metadata import CacheKind, CacheSpec, LayerCache
 
 from .limits import BackendLimits
 from .memory import share_memory
-from .spec import AttentionSpec
+from .spec import LayerSpec
 
-_USED_SLOTS: Final = ("k", "v")  # of `LayerCache`; the others belong to sparse and linear attention
+_LEADING = {CacheKind.PAGED: ("num_pages", "page_size"), CacheKind.STATE: ("num_slots",)}
 
 
-def check_caches(caches: Sequence[LayerCache], specs: Sequence[AttentionSpec], limits: BackendLimits) -> int:
-    """Checks that the caches fit the layers, and returns their common page size.
+def check_caches(caches: Sequence[LayerCache], specs: Sequence[LayerSpec], limits: BackendLimits) -> int:
+    """Checks that the caches fit the layers, and returns the common page size; 0 if no cache has pages.
 
     Raises:
-        ValueError: names the layer, the tensor, what it has and what it must have. A tensor in a slot that paged
-            attention does not use (index, conv, ssm) is refused too: the backend would ignore it. So are two tensors
-            that share memory, unless both layers' specs have `shared_cache`.
+        ValueError: names the layer, the tensor, what it has and what it must have. A tensor that the layer does not
+            need is refused too: the backend would ignore it. So are two tensors that share memory, unless both layers'
+            specs have `shared_cache`.
     """
     if len(caches) != len(specs):
-        raise ValueError(f"{len(caches)} KV caches for {len(specs)} layers; every layer needs one")
-    # Value -> first layer that has it. All layers share one page table.
-    num_pages: dict[int, int] = {}
-    page_sizes: dict[int, int] = {}
+        raise ValueError(f"{len(caches)} caches for {len(specs)} layers; every layer needs one")
+    # Dimension -> size -> the first tensor of that size. All layers share one page table and one list of state slots.
+    found: dict[str, dict[int, str]] = {"page_size": {}, "num_pages": {}, "num_slots": {}}
     for layer_id, (cache, spec) in enumerate(zip(caches, specs, strict=True)):
+        needed = spec.cache_specs(limits.dtype)
+        names = [one.name for one in needed]
         for slot, unused in cache.items():
-            if slot not in _USED_SLOTS:
+            if slot not in names:
                 raise ValueError(
-                    f"{slot} cache of layer {layer_id} has shape {list(unused.shape)}; its layer is paged attention, "
-                    f"which uses only {' and '.join(_USED_SLOTS)}"
+                    f"{slot} cache of layer {layer_id} has shape {list(unused.shape)}; its layer needs only "
+                    f"{' and '.join(names)}"
                 )
-        for slot, tensor in (("k", cache.k), ("v", cache.v)):
-            name = f"{slot} cache of layer {layer_id}"
+        for one in needed:
+            name = f"{one.name} cache of layer {layer_id}"
+            tensor = getattr(cache, one.name)
             if tensor is None:
                 raise ValueError(f"{name} is None")
-            _check_tensor(name, tensor, spec, limits)
-            num_pages.setdefault(tensor.shape[0], layer_id)
-            page_sizes.setdefault(tensor.shape[1], layer_id)
-        if cache.k is not None and cache.v is not None and cache.k.shape != cache.v.shape:
-            raise ValueError(
-                f"k and v cache of layer {layer_id} have shapes {list(cache.k.shape)} and {list(cache.v.shape)}; "
-                "they must be equal"
-            )
-    for what, values in (("page sizes", page_sizes), ("num_pages", num_pages)):
-        if len(values) > 1:
-            listed = ", ".join(f"{value} (layer {layer_id})" for value, layer_id in values.items())
-            raise ValueError(f"{what} differ: {listed}; all caches must have the same")
+            _check_tensor(name, tensor, one, limits.device)
+            for dimension, size in zip(_LEADING[one.kind], tensor.shape, strict=False):
+                found[dimension].setdefault(size, name)
+    for dimension, sizes in found.items():
+        if len(sizes) > 1:
+            listed = ", ".join(f"{size} ({name})" for size, name in sizes.items())
+            raise ValueError(f"{dimension} differs: {listed}; all caches must have the same")
     if limits.device.type != "meta":  # which has no addresses
         _check_distinct(caches, specs)
-    return next(iter(page_sizes))
+    return next(iter(found["page_size"]), 0)
 
 
-def _check_distinct(caches: Sequence[LayerCache], specs: Sequence[AttentionSpec]) -> None:
-    """Refuses tensors that share memory: one would overwrite the other's keys or values."""
+def _check_distinct(caches: Sequence[LayerCache], specs: Sequence[LayerSpec]) -> None:
+    """Refuses tensors that share memory: one would overwrite the other's entries."""
     bound = [
-        (tensor, f"{slot} cache of layer {layer_id}", spec.shared_cache)
+        (tensor, f"{slot} cache of layer {layer_id}", getattr(spec, "shared_cache", False))
         for layer_id, (cache, spec) in enumerate(zip(caches, specs, strict=True))
-        for slot, tensor in (("k", cache.k), ("v", cache.v))
-        if tensor is not None
+        for slot, tensor in cache.items()
     ]
     bound.sort(key=lambda one: one[0].data_ptr())
     for i, (first, name, shared) in enumerate(bound):
@@ -83,20 +78,16 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, spec: AttentionSpec, limits: BackendLimits) -> None:
-    device, dtype = limits.device, limits.dtype
-    if tensor.dim() != 4:
-        raise ValueError(
-            f"{name} has {tensor.dim()} dimensions; it must have 4: [num_pages, page_size, num_kv_heads, head_dim]"
-        )
-    for axis, what, expected in ((2, "num_kv_heads", spec.num_kv_heads), (3, "head_dim", spec.head_dim)):
-        if tensor.shape[axis] != expected:
-            raise ValueError(f"{name} has {what} {tensor.shape[axis]}; its layer has {expected}")
-    for axis, what in ((0, "num_pages"), (1, "page_size")):
-        if tensor.shape[axis] < 1:
-            raise ValueError(f"{name} has {what} {tensor.shape[axis]}; it must be at least 1")
-    if tensor.dtype is not dtype:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; the backend was made for {dtype}")
+def _check_tensor(name: str, tensor: torch.Tensor, spec: CacheSpec, device: torch.device) -> None:
+    leading = _LEADING[spec.kind]
+    if tensor.dim() != len(leading) + len(spec.shape) or tensor.shape[len(leading) :] != spec.shape:
+        needed = ", ".join((*leading, *map(str, spec.shape)))
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; its layer needs [{needed}]")
+    for size, what in zip(tensor.shape, leading, strict=False):
+        if size < 1:
+            raise ValueError(f"{name} has {what} {size}; it must be at least 1")
+    if tensor.dtype is not spec.dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; its layer needs {spec.dtype}")
     if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
         raise ValueError(f"{name} is on {tensor.device}; the backend was made for {device}")
     if _overlaps(tensor):

@@ -48,7 +48,10 @@ class PhasedBackend(AttentionBackend):
         return self.by_phase[phase].plans_on_host(phase)
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
-        layers = [LayerCache(k=k, v=v) for k, v in caches]
+        layers = [
+            LayerCache(k=k) if spec.latent else LayerCache(k=k, v=v)
+            for (k, v), spec in zip(caches, self.specs, strict=True)
+        ]
         for backend in dict.fromkeys(self.by_phase.values()):  # each once, though it may serve several phases
             backend.bind_kv_caches(layers)
 

@@ -1,9 +1,22 @@
-"""`AttentionSpec`: what one layer's attention computes. Owns no tensor and no layer number."""
+"""`LayerSpec`, what a layer declares to backend and host, and `AttentionSpec`, that of attention. Owns no tensor."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from xllm_metadata import CacheKind, CacheSpec
+
+
+class LayerSpec(Protocol):
+    """What one layer with a cache declares: `AttentionSpec`, `StateSpec`."""
+
+    def cache_specs(self, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+        """The cache tensors that the layer needs; `dtype` is that of the model."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +29,12 @@ class AttentionSpec:
     Attributes:
         num_heads: query heads (of this rank).
         num_kv_heads: key and value heads (of this rank); divides num_heads.
-        head_dim: elements a head.
+        head_dim: elements of a query or key head.
         scale: factor on q.k before the cap.
         sliding_window: number of keys a query sees, its own included (HF transformers' meaning); 0 is no limit.
         logits_soft_cap: bound on the absolute score; 0 is none.
+        v_head_dim: elements of a value head where it is not head_dim; else 0.
+        latent: a token's value is the first v_head_dim elements of its key, which alone is cached (MLA).
         shared_cache: whether the layer's cache may share memory: its k with its v, and with those of other such layers.
 
     Raises:
@@ -32,6 +47,8 @@ class AttentionSpec:
     scale: float
     sliding_window: int = 0
     logits_soft_cap: float = 0.0
+    v_head_dim: int = 0
+    latent: bool = False
     shared_cache: bool = False
 
     def __post_init__(self) -> None:
@@ -48,8 +65,25 @@ class AttentionSpec:
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be at least 0 (0: no window)")
         if not (math.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
             raise ValueError(f"logits_soft_cap is {self.logits_soft_cap}; it must be finite and at least 0")
+        if self.v_head_dim < 0:
+            raise ValueError(f"v_head_dim is {self.v_head_dim}; it must be at least 0 (0: head_dim)")
+        if self.latent and self.value_head_dim > self.head_dim:
+            raise ValueError(f"v_head_dim is {self.v_head_dim}; a latent layer has values of at most {self.head_dim}")
+        if self.v_head_dim == self.head_dim:
+            object.__setattr__(self, "v_head_dim", 0)  # frozen; equal layers have equal specs, and so one group
 
     @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def value_head_dim(self) -> int:
+        """Elements of a value head."""
+        return self.v_head_dim or self.head_dim
+
+    def cache_specs(self, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+        """k, and v unless the layer is latent; both paged."""
+        k = CacheSpec("k", CacheKind.PAGED, (self.num_kv_heads, self.head_dim), dtype)
+        v = CacheSpec("v", CacheKind.PAGED, (self.num_kv_heads, self.value_head_dim), dtype)
+        return (k,) if self.latent else (k, v)

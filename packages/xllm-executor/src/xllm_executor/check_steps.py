@@ -21,7 +21,7 @@ from xllm_graph.conformance import (
     MixedWorkload,
     ReplayHarness,
 )
-from xllm_metadata import AttentionMetadata, LayerCache
+from xllm_metadata import AttentionMetadata, LayerCache, allocate_caches
 from xllm_models import CausalLM
 
 from .executor import ModelExecutor
@@ -99,12 +99,14 @@ def make_harness(
 def _executor(model: CausalLM, limits: Limits, options: Mapping[str, object]) -> tuple[ModelExecutor, list[LayerCache]]:
     own = {"max_tokens_per_batch": limits.max_num_tokens, "max_model_len": limits.max_model_len}
     executor = ModelExecutor(model, {**options, **own}, limits.max_num_seqs)
-    shapes = [(limits.num_pages, limits.page_size, s.num_kv_heads, s.head_dim) for s in model.attention_specs]
     # NaN, so that a read of a slot that was never written shows.
-    caches = [
-        LayerCache(*(torch.full(shape, torch.nan, device=model.device, dtype=model.dtype) for _ in "kv"))
-        for shape in shapes
-    ]
+    caches = allocate_caches(
+        model.cache_specs,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        device=model.device,
+        fill=torch.nan,
+    )
     executor.bind_kv_caches(caches)
     executor.warmup()
     return executor, caches

@@ -77,7 +77,7 @@ class ModelExecutor:
         self._sizes = Sizes.of(config, max_seqs_per_batch, self._max_model_len, model.device)
         self._backend = create_backend(
             config.attention_backend,
-            model.attention_specs,
+            model.layer_specs,
             BackendLimits(
                 device=model.device,
                 dtype=model.dtype,
@@ -101,8 +101,8 @@ class ModelExecutor:
         """Binds the KV cache, once. The host owns the memory, which must outlive the executor.
 
         Args:
-            caches: one entry per layer: a `LayerCache`, or its tensors in slot order (k, v, ...), each
-                [num_pages, page_size, num_kv_heads, head_dim] in the model's dtype on its device.
+            caches: one entry per layer: a `LayerCache`, or the tensors that `CausalLM.cache_specs` lists for the
+                layer, in its order, on the model's device.
 
         Raises:
             RuntimeError: a cache is bound already.
@@ -111,10 +111,12 @@ class ModelExecutor:
         model = self._live()
         if self._num_pages is not None:
             raise RuntimeError("bind_kv_caches was called before: an executor is bound once")
-        layers = [LayerCache.from_tensors(tensors) for tensors in caches]
+        specs = model.cache_specs
+        if len(caches) != len(specs):
+            raise ValueError(f"{len(caches)} caches for {len(specs)} layers; every layer needs one")
+        layers = [LayerCache.from_tensors(tensors, of) for tensors, of in zip(caches, specs, strict=True)]
         self._backend.bind_kv_caches(layers)
-        first = layers[0].k
-        assert first is not None  # the backend has checked it
+        first = next(layer.k for layer in layers if layer.k is not None)
         self._runners = make_runners(model, self.config, self._backend, self._sizes, self._graph_passes)
         self._device = first.device  # with its index, as every step's tensors have it
         self._num_pages = first.shape[0]

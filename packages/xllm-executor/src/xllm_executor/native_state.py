@@ -32,7 +32,7 @@ def load_state(
     Returns:
         args: `ModelConfig.to_model_args()`.
         tensors: parameters and buffers of this rank by name, tied ones under every name, in the model's own memory.
-        layers: one dict per layer, the fields of its `AttentionSpec`.
+        layers: one dict per attention layer, the fields of its `AttentionSpec`.
         dtype, device: of the weights.
     """
     model = load_model(
@@ -52,7 +52,7 @@ def load_state(
     return {
         "args": model.config.to_model_args(),
         "tensors": tensors,
-        "layers": [asdict(spec) for spec in model.attention_specs],
+        "layers": [asdict(spec) for spec in model.layer_specs],
         "dtype": model.dtype,
         "device": model.device,
     }

@@ -6,7 +6,7 @@ builder, the C++ headers and the version handshake. Depends on no other package 
 
 from .builder import build_attention_metadata
 from .built import BuiltAttentionMetadata
-from .cache import LayerCache
+from .cache import CacheKind, CacheSpec, LayerCache, allocate_caches
 from .fields import FIELDS
 from .paths import get_cmake_dir, get_include
 from .protocol import AttentionMetadata
@@ -21,6 +21,8 @@ __all__ = [
     "FIELDS",
     "AttentionMetadata",
     "BuiltAttentionMetadata",
+    "CacheKind",
+    "CacheSpec",
     "Field",
     "FieldType",
     "LayerCache",
@@ -28,6 +30,7 @@ __all__ = [
     "Padding",
     "Presence",
     "StaticAttentionMetadata",
+    "allocate_caches",
     "build_attention_metadata",
     "check_contract",
     "check_present",

@@ -1,20 +1,58 @@
-"""`LayerCache`: the KV cache tensors of one layer, by name. Owns no memory."""
+"""`LayerCache`, the cache tensors of one layer by name, and `CacheSpec`, what a host must allocate for one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 
 import torch
+
+
+class CacheKind(Enum):
+    """What the first dimensions of a cache tensor count."""
+
+    PAGED = "paged"  # [num_pages, page_size, *shape]: one entry per token, in the pages of a sequence
+    STATE = "state"  # [num_slots, *shape]: one entry per sequence, in its state slot
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """One cache tensor that a layer needs. A host allocates it, and binds it before the first step.
+
+    Attributes:
+        name: of `LayerCache`.
+        kind: whether it has pages or state slots.
+        shape: of one entry: of a token in a page, or of a sequence's state.
+        dtype: of the tensor.
+    """
+
+    name: str
+    kind: CacheKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor_shape(self, *, num_pages: int, page_size: int, num_slots: int) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        leading = (num_pages, page_size) if self.kind is CacheKind.PAGED else (num_slots,)
+        return (*leading, *self.shape)
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """Bytes of a token in a page, or of a sequence's state."""
+        size = self.dtype.itemsize
+        for dimension in self.shape:
+            size *= dimension
+        return size
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """Cache tensors of one layer by name; None for those that the layer does not have.
 
-    Paged attention uses `k` and `v`, each [num_pages, page_size, num_kv_heads, head_dim] in the cache dtype.
-    The others are reserved for layers that keep other state: `index` for sparse-attention indexers, `conv` and `ssm`
-    for linear attention.
+    Attention uses `k` and `v`, each [num_pages, page_size, num_kv_heads, head_dim], or `k` alone where values are part
+    of the keys (latent attention). Linear attention uses `conv` and `ssm`, each [num_slots, ...]. `index` is reserved
+    for sparse-attention indexers.
     """
 
     k: torch.Tensor | None = None
@@ -24,18 +62,24 @@ class LayerCache:
     ssm: torch.Tensor | None = None
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[torch.Tensor | None] | LayerCache) -> LayerCache:
-        """Names the tensors of a (k, v, ...) sequence, as a C++ host passes them. Returns a `LayerCache` unchanged.
+    def from_tensors(
+        cls, tensors: Sequence[torch.Tensor | None] | LayerCache, specs: Sequence[CacheSpec] | None = None
+    ) -> LayerCache:
+        """Names the tensors of a sequence, as a C++ host passes them. Returns a `LayerCache` unchanged.
+
+        Args:
+            tensors: in the order of `specs`.
+            specs: of the layer. None: the tensors are k and v.
 
         Raises:
-            ValueError: more tensors than names.
+            ValueError: another number of tensors than of specs.
         """
         if isinstance(tensors, LayerCache):
             return tensors
-        names = [field.name for field in fields(cls)]
-        if len(tensors) > len(names):
-            raise ValueError(f"a layer's cache has {len(tensors)} tensors; at most {len(names)} are known: {names}")
-        return cls(*tensors)
+        names = ["k", "v"] if specs is None else [spec.name for spec in specs]
+        if len(tensors) != len(names):
+            raise ValueError(f"a layer's cache has {len(tensors)} tensors; it needs {len(names)}: {', '.join(names)}")
+        return cls(**dict(zip(names, tensors, strict=True)))
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of those that are not None."""
@@ -43,3 +87,33 @@ class LayerCache:
             tensor = getattr(self, field.name)
             if tensor is not None:
                 yield field.name, tensor
+
+
+def allocate_caches(
+    layers: Sequence[Sequence[CacheSpec]],
+    *,
+    num_pages: int,
+    page_size: int,
+    num_slots: int = 1,
+    device: torch.device | str = "cpu",
+    fill: float = 0.0,
+) -> list[LayerCache]:
+    """Allocates the caches of a model: for tests and tools. A C++ host allocates its own.
+
+    Args:
+        layers: the specs of each layer's cache tensors.
+        num_pages, page_size: of the paged tensors.
+        num_slots: of the state tensors.
+        device: of all tensors.
+        fill: the value of every element.
+    """
+    sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_slots}
+    return [
+        LayerCache(
+            **{
+                spec.name: torch.full(spec.tensor_shape(**sizes), fill, dtype=spec.dtype, device=device)
+                for spec in specs
+            }
+        )
+        for specs in layers
+    ]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from xllm_attention import Attention, AttentionSpec
+from xllm_metadata import CacheSpec
 
 from .config import LAYER_TYPES, TEXT_MODEL_TYPE, ModelConfig, text_config
 from .layers import KeepDtypeParameter, ParallelLMHead, TensorParallel
@@ -89,8 +90,13 @@ class CausalLM(nn.Module, ABC):
         _materialize(self, self.device)
         next_weights.assign()
         self.weights_loaded = False
-        self.attention_specs = _attention_specs(self)
+        self.layer_specs = _layer_specs(self)
         self.eval()
+
+    @property
+    def cache_specs(self) -> list[tuple[CacheSpec, ...]]:
+        """The cache tensors that each layer needs, by layer_id. A host allocates and binds them in this order."""
+        return [spec.cache_specs(self.dtype) for spec in self.layer_specs]
 
     @classmethod
     def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
@@ -211,9 +217,9 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
                 setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def _attention_specs(module: nn.Module) -> list[AttentionSpec]:
-    """The spec of every attention layer, by layer_id."""
+def _layer_specs(module: nn.Module) -> list[AttentionSpec]:
+    """The spec of every layer with a cache, by layer_id."""
     specs = {layer.layer_id: layer.spec for layer in module.modules() if isinstance(layer, Attention)}
     if sorted(specs) != list(range(len(specs))):
-        raise RuntimeError(f"attention layer ids must count from 0 without a gap, got {sorted(specs)}")
+        raise RuntimeError(f"ids of the layers with a cache must count from 0 without a gap, got {sorted(specs)}")
     return [specs[layer_id] for layer_id in range(len(specs))]

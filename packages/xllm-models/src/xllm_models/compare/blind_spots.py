@@ -25,7 +25,7 @@ def blind_spots(
     if constant:
         more = f" and {len(constant) - 1} more" if len(constant) > 1 else ""
         yield f"{constant[0]}{more} have the same value everywhere: a port that ignores them may pass"
-    windows = {spec.sliding_window for spec in model.attention_specs if spec.sliding_window >= num_tokens}
+    windows = {spec.sliding_window for spec in model.layer_specs if spec.sliding_window >= num_tokens}
     if windows:
         listed = ", ".join(map(str, sorted(windows)))
         yield f"no query of {num_tokens} tokens leaves a sliding window of {listed}: a longer prompt compares windows"

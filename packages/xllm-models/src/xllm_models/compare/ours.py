@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from xllm_attention import Attention, AttentionBackend, BackendLimits, create_backend, forward_context
-from xllm_metadata import LayerCache, build_attention_metadata
+from xllm_metadata import LayerCache, allocate_caches, build_attention_metadata
 
 from ..causal_lm import CausalLM
 from ..layers import LinearBase, RotaryEmbedding
@@ -78,11 +78,9 @@ def _backend(model: CausalLM, num_tokens: int) -> tuple[AttentionBackend, list[L
     limits = BackendLimits(
         device=model.device, dtype=model.dtype, max_num_seqs=1, max_num_tokens=num_tokens, max_model_len=num_tokens
     )
-    backend = create_backend("torch", model.attention_specs, limits)
+    backend = create_backend("torch", model.layer_specs, limits)
     num_pages = -(-num_tokens // PAGE_SIZE)
-    shapes = [(2, num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim) for spec in model.attention_specs]
-    pages = [torch.zeros(shape, device=model.device, dtype=model.dtype) for shape in shapes]
-    caches = [LayerCache.from_tensors(tuple(pair)) for pair in pages]
+    caches = allocate_caches(model.cache_specs, num_pages=num_pages, page_size=PAGE_SIZE, device=model.device)
     backend.bind_kv_caches(caches)
     return backend, caches
 

@@ -2,6 +2,7 @@
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
@@ -16,22 +17,49 @@ namespace py = pybind11;
 
 namespace {
 
-std::vector<CacheShape> read_cache_shapes(const py::object& model) {
-  std::vector<CacheShape> shapes;
-  for (const auto& spec : model.attr("attention_specs")) {
-    shapes.push_back({spec.attr("num_kv_heads").cast<int64_t>(), spec.attr("head_dim").cast<int64_t>()});
+at::ScalarType scalar_type(const py::object& dtype) { return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type; }
+
+CacheKind cache_kind(const std::string& name) {
+  if (name == "paged") return CacheKind::kPaged;
+  if (name == "state") return CacheKind::kState;
+  throw py::value_error("a cache of kind '" + name + "', which this bridge does not know");
+}
+
+std::vector<std::vector<CacheSpec>> read_cache_specs(const py::object& model) {
+  std::vector<std::vector<CacheSpec>> layers;
+  for (const auto& layer : model.attr("cache_specs")) {
+    std::vector<CacheSpec>& specs = layers.emplace_back();
+    for (const auto& spec : layer) {
+      specs.push_back({.name = spec.attr("name").cast<std::string>(),
+                       .kind = cache_kind(spec.attr("kind").attr("value").cast<std::string>()),
+                       .shape = spec.attr("shape").cast<std::vector<int64_t>>(),
+                       .dtype = scalar_type(spec.attr("dtype"))});
+    }
   }
-  return shapes;
+  return layers;
 }
 
 }  // namespace
+
+std::vector<int64_t> CacheSpec::tensor_shape(const CacheSizes& sizes) const {
+  std::vector<int64_t> result = {sizes.num_slots};
+  if (kind == CacheKind::kPaged) result = {sizes.num_pages, sizes.page_size};
+  result.insert(result.end(), shape.begin(), shape.end());
+  return result;
+}
+
+int64_t CacheSpec::bytes_per_entry() const {
+  auto bytes = static_cast<int64_t>(at::elementSize(dtype));
+  for (const int64_t dimension : shape) bytes *= dimension;
+  return bytes;
+}
 
 std::unique_ptr<PyCausalLM::Impl> PyCausalLM::Impl::make(py::object model, const ParallelArgs& parallel) {
   auto impl = std::make_unique<Impl>();
   from_python(model.attr("config").attr("to_model_args")(), "model_args", impl->args);
   impl->parallel = parallel;
-  impl->cache_shapes = read_cache_shapes(model);
-  impl->dtype = reinterpret_cast<THPDtype*>(py::object(model.attr("dtype")).ptr())->scalar_type;
+  impl->cache_specs = read_cache_specs(model);
+  impl->dtype = scalar_type(model.attr("dtype"));
   impl->device = reinterpret_cast<THPDevice*>(py::object(model.attr("device")).ptr())->device;
   impl->model = PythonObject(std::move(model));
   return impl;
@@ -108,6 +136,6 @@ PyCausalLM PyCausalLM::load(const LoadOptions& options, const ParallelArgs& para
 const ModelArgs& PyCausalLM::args() const { return impl().args; }
 at::ScalarType PyCausalLM::dtype() const { return impl().dtype; }
 c10::Device PyCausalLM::device() const { return impl().device; }
-const std::vector<CacheShape>& PyCausalLM::cache_shapes() const { return impl().cache_shapes; }
+const std::vector<std::vector<CacheSpec>>& PyCausalLM::cache_specs() const { return impl().cache_specs; }
 
 }  // namespace xllm_executor

@@ -10,7 +10,7 @@ using xllm_metadata::ModelArgs;
 using xllm_metadata::ParallelArgs;
 
 struct PyCausalLM::Impl {
-  // Reads the model's configuration, dtype, device and cache shapes. Needs the GIL.
+  // Reads the model's configuration, dtype, device and cache specs. Needs the GIL.
   static std::unique_ptr<Impl> make(pybind11::object model, const ParallelArgs& parallel);
 
   PythonObject model;
@@ -18,7 +18,7 @@ struct PyCausalLM::Impl {
   ModelArgs args;
   at::ScalarType dtype = at::ScalarType::Float;
   c10::Device device = c10::Device(c10::DeviceType::CPU);
-  std::vector<CacheShape> cache_shapes;
+  std::vector<std::vector<CacheSpec>> cache_specs;
 };
 
 }  // namespace xllm_executor

@@ -20,10 +20,30 @@ namespace xllm_executor {
 using xllm_metadata::ModelArgs;
 using xllm_metadata::ParallelArgs;
 
-/// Shape of one layer's paged KV cache: tensors k and v of [num_pages, page_size, num_kv_heads, head_dim].
-struct CacheShape {
-  int64_t num_kv_heads = 0;
-  int64_t head_dim = 0;
+/// What the first dimensions of a cache tensor count.
+enum class CacheKind {
+  kPaged,  ///< [num_pages, page_size, *shape]: one entry per token, in the pages of a sequence
+  kState,  ///< [num_slots, *shape]: one entry per sequence, in its state slot
+};
+
+/// Sizes of the caches, which the host chooses.
+struct CacheSizes {
+  int64_t num_pages = 0;
+  int64_t page_size = 0;
+  int64_t num_slots = 0;  ///< state slots; unused by models that keep only pages
+};
+
+/// One cache tensor that a layer needs.
+struct CacheSpec {
+  std::string name;  ///< "k", "v", "conv", "ssm", ...
+  CacheKind kind = CacheKind::kPaged;
+  std::vector<int64_t> shape;  ///< of one entry
+  at::ScalarType dtype = at::ScalarType::Float;
+
+  /// Shape of the whole tensor.
+  [[nodiscard]] std::vector<int64_t> tensor_shape(const CacheSizes& sizes) const;
+  /// Bytes of one entry.
+  [[nodiscard]] int64_t bytes_per_entry() const;
 };
 
 /// Options of PyCausalLM::load.
@@ -56,8 +76,8 @@ class PyCausalLM {
   [[nodiscard]] const ModelArgs& args() const;
   [[nodiscard]] at::ScalarType dtype() const;
   [[nodiscard]] c10::Device device() const;
-  /// One entry per layer: this rank's share.
-  [[nodiscard]] const std::vector<CacheShape>& cache_shapes() const;
+  /// The cache tensors that each layer needs on this rank. The host allocates them, and binds them in this order.
+  [[nodiscard]] const std::vector<std::vector<CacheSpec>>& cache_specs() const;
 
   PyCausalLM(PyCausalLM&&) noexcept;
   PyCausalLM& operator=(PyCausalLM&&) noexcept;
