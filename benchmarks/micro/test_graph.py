@@ -67,7 +67,7 @@ class NoAttention(AttentionBackend):
     def _plan_group(self, step: Any, group: int) -> None:
         pass
 
-    def _run(self, q: Any, k: Any, v: Any, out: Any, layer_id: int) -> None:
+    def _run(self, q: Any, k: Any, v: Any, out: Any, layer_id: int, sinks: Any) -> None:
         pass
 
 

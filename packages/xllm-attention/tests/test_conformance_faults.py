@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from xllm_attention import AttentionBackend, BackendCapabilities, Phase, Step
+from xllm_attention import AttentionBackend, AttentionSpec, BackendCapabilities, Phase, Step
 from xllm_attention.conformance import CASES, Case, ConformanceError, check_large_cache, run_case
 
 
@@ -19,7 +19,7 @@ class PlainBackend(AttentionBackend):
     """Row by row, over whole gathered pages. `fault` names what it does wrong."""
 
     name = "plain"
-    capabilities = BackendCapabilities(full_graph_phases=frozenset({Phase.DECODE}))
+    capabilities = BackendCapabilities(full_graph_phases=frozenset({Phase.DECODE}), sinks=True)
 
     def __init__(self, *args: Any, fault: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,15 +43,23 @@ class PlainBackend(AttentionBackend):
     def _plan_group(self, step: Step, group: int) -> None:
         pass
 
-    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        layer_id: int,
+        sinks: torch.Tensor | None,
+    ) -> None:
         if self.fault == "writes nothing":
-            self.attend(q, out, layer_id)
+            self.attend(q, out, layer_id, sinks)
         elif self.fault == "attends before it writes":
-            self.attend(q, out, layer_id)
+            self.attend(q, out, layer_id, sinks)
             self.append(k, v, layer_id)
         else:
             self.append(k, v, layer_id)
-            self.attend(q, out, layer_id)
+            self.attend(q, out, layer_id, sinks)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer_id: int) -> None:
         for row, slot in enumerate(self.slots):
@@ -68,7 +76,7 @@ class PlainBackend(AttentionBackend):
                     target = ((target * size + 2**31) % 2**32 - 2**31) // size
                 cache[target // self.page_size, target % self.page_size] = values[row]
 
-    def attend(self, q: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    def attend(self, q: torch.Tensor, out: torch.Tensor, layer_id: int, sinks: torch.Tensor | None) -> None:
         if self.fault != "tail left as it was":
             out[self.rows[-1] :] = 0
         if self.fault == "modifies q":
@@ -80,10 +88,17 @@ class PlainBackend(AttentionBackend):
                 if kv_len == 0 and self.fault != "empty rows left as they were":
                     out[row] = 0
                 elif kv_len:
-                    out[row] = self.attend_row(q[row].float(), k, v, kv_len - end + row, kv_len, layer_id)
+                    out[row] = self.attend_row(q[row].float(), k, v, kv_len - end + row, kv_len, layer_id, sinks)
 
     def attend_row(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, kv_len: int, layer_id: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: int,
+        kv_len: int,
+        layer_id: int,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         spec = self.specs[0 if self.fault == "one spec for all layers" else layer_id]
         window = spec.sliding_window + {"window one too long": 1, "window one too short": -1}.get(self.fault, 0)
@@ -101,14 +116,34 @@ class PlainBackend(AttentionBackend):
         if spec.logits_soft_cap and self.fault != "no soft cap":
             scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
         if self.fault == "adds the mask":
-            weights = (scores + torch.where(visible, 0.0, -torch.inf)).softmax(dim=-1)
+            scores = scores + torch.where(visible, 0.0, -torch.inf)
         else:
-            weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+            scores = scores.masked_fill(~visible, -torch.inf)
+        weights = torch.cat((scores, self.sink_columns(sinks, spec, kv_len)), dim=1).softmax(dim=-1)
+        weights = weights[:, : scores.shape[1]]
         if self.fault != "0 * NaN of masked values":
             v = v.masked_fill(~visible[:, None, None], 0)
         if self.fault == "hides what is not finite":
             weights, v = weights.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
         return torch.einsum("hl,lhd->hd", weights, v[:, heads])
+
+    def sink_columns(self, sinks: torch.Tensor | None, spec: AttentionSpec, kv_len: int) -> torch.Tensor:
+        """[H, columns]: the scores that the sinks add to the softmax."""
+        if sinks is None or self.fault == "no sinks":
+            return torch.zeros(spec.num_heads, 0)
+        sinks = sinks.float()
+        if self.fault == "sinks in the order of another mapping of heads":
+            sinks = sinks.view(spec.num_kv_heads, spec.group_size).t().flatten()
+        if self.fault == "the first head's sink for its whole group":
+            sinks = sinks[:: spec.group_size].repeat_interleave(spec.group_size)
+        if self.fault == "caps the sinks" and spec.logits_soft_cap:
+            sinks = spec.logits_soft_cap * torch.tanh(sinks / spec.logits_soft_cap)
+        if self.fault == "scales the sinks":
+            sinks = sinks * spec.scale
+        chunks = -(-kv_len // 16) if self.fault == "sinks in every chunk of 16 keys" else 1
+        if self.fault == "sinks of long sequences are lost" and kv_len > 16:
+            chunks = 0
+        return sinks[:, None].expand(-1, chunks)
 
 
 SHORT_CASES = tuple(case for case in CASES if sum(case.final_lens) < 500)  # row by row is slow
@@ -134,6 +169,13 @@ FAULTS = {
     "attends before it writes": ERROR,
     "wrong head": ERROR,
     "no soft cap": ERROR,
+    "no sinks": ERROR,
+    "sinks in every chunk of 16 keys": ERROR,
+    "sinks of long sequences are lost": ERROR,
+    "sinks in the order of another mapping of heads": ERROR,
+    "the first head's sink for its whole group": ERROR,
+    "caps the sinks": ERROR,
+    "scales the sinks": ERROR,
     "adds the mask": ERROR,
     "hides what is not finite": r"sequence \d+, token \d+ of \d+ is finite, but sees a key or value that is not",
     "modifies q": "the inputs were modified",
@@ -182,6 +224,15 @@ def test_nan_leak_is_found_in_every_phase() -> None:
         assert re.search(ERROR, found)
 
 
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if "sink" in fault and "caps" not in fault])
+@pytest.mark.parametrize("phase", ["decode", "prefill", "mixed", "graph-decode"])
+def test_sink_fault_is_found_in_every_phase(fault: str, phase: str) -> None:
+    case = next(case for case in CASES if case.name == f"{phase}-sinks")
+    found = _error(fault, case)
+    assert found is not None
+    assert re.search(ERROR, found)
+
+
 def test_int32_offsets_are_found() -> None:
     check_large_cache(PlainBackend)
     with pytest.raises(ConformanceError, match="large cache"):
@@ -197,3 +248,5 @@ def test_refusal_is_reported_not_passed() -> None:
     assert refused == "attention backend 'plain' cannot serve layer 0: head_dim 80; served are [64, 128]"
     assert run_case(Narrow, by_name["graph-decode"]).refused == "plain has no decode in a full graph"
     assert run_case(Narrow, by_name["decode"]).refused is None
+    refused = run_case(Narrow, by_name["decode-sinks"]).refused
+    assert refused == "attention backend 'plain' cannot serve layer 0: attention sinks; served are layers without them"

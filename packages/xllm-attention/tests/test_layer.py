@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,69 @@ def test_opcheck(planned: AttentionBackend) -> None:
     with forward_context(planned):
         results = torch.library.opcheck(torch.ops.xllm.attention.default, args)
     assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.fixture
+def with_sinks(spec: AttentionSpec) -> AttentionSpec:
+    return replace(spec, sinks=True)
+
+
+@pytest.fixture
+def planned_with_sinks(make_backend: MakeBackend, with_sinks: AttentionSpec) -> AttentionBackend:
+    backend = make_backend([with_sinks, with_sinks])
+    backend.plan(build_attention_metadata([3, 2], [3, 2], [[0], [1]], 4))
+    return backend
+
+
+def test_opcheck_with_sinks(planned_with_sinks: AttentionBackend) -> None:
+    q, k, v = _qkv(5)
+    args = (q.unflatten(1, (H, D)), k.unflatten(1, (K, D)), v.unflatten(1, (K, D)), torch.zeros(5, H, D), 0)
+    with forward_context(planned_with_sinks):
+        results = torch.library.opcheck(torch.ops.xllm.attention.default, (*args, torch.randn(H)))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_sinks_reach_the_backend_eager_and_compiled(
+    planned_with_sinks: AttentionBackend, with_sinks: AttentionSpec
+) -> None:
+    q, k, v = _qkv(5)
+    layer = Attention(with_sinks, 1)
+    with forward_context(planned_with_sinks), torch.inference_mode():
+        none = layer(q, k, v, torch.full((H,), -torch.inf))
+        eager = layer(q, k, v, torch.arange(H, dtype=torch.float32))
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(q, k, v, torch.arange(H, dtype=torch.float32)), eager)
+    # Token 0 sees one key of score s: its output is v * exp(s) / (exp(s) + exp(sink)).
+    score = (q[0].view(H, D) * k[0].view(K, 1, D).expand(K, H // K, D).reshape(H, D)).sum(1) * with_sinks.scale
+    weight = torch.sigmoid(score - torch.arange(H))
+    torch.testing.assert_close(eager[0].view(H, D), none[0].view(H, D) * weight[:, None])
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        (None, r"sinks of layer 1 is None; its spec has sinks, so it must be a tensor \[6\]"),
+        (torch.zeros(2), r"sinks of layer 1 has shape \[2\]; it must be \[6\], one per head"),
+        (torch.zeros(1, 6), r"sinks of layer 1 has shape \[1, 6\]; it must be \[6\]"),
+        (
+            torch.zeros(6, dtype=torch.float64),
+            "sinks of layer 1 is torch.float64 on cpu; it must be as q, torch.float32",
+        ),
+        (torch.zeros(6, device="meta"), "sinks of layer 1 is torch.float32 on meta; it must be as q, torch.float32 on"),
+        (torch.zeros(12)[::2], r"sinks of layer 1 has strides \(2,\); it must be contiguous"),
+    ],
+)
+def test_sinks_that_do_not_fit(
+    planned_with_sinks: AttentionBackend, with_sinks: AttentionSpec, sinks: torch.Tensor | None, message: str
+) -> None:
+    with forward_context(planned_with_sinks), pytest.raises(ValueError, match=message):
+        Attention(with_sinks, 1)(*_qkv(5), sinks)
+
+
+def test_sinks_for_a_layer_without(planned: AttentionBackend, spec: AttentionSpec) -> None:
+    message = r"sinks of layer 0 has shape \[6\]; its spec has no sinks, so it must be None"
+    with forward_context(planned), pytest.raises(ValueError, match=message):
+        Attention(spec, 0)(*_qkv(5), torch.zeros(6))
 
 
 class _TwoLayers(nn.Module):

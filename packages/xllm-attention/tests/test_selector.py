@@ -121,7 +121,9 @@ def test_a_failed_plan_leaves_no_plan(phased: PhasedBackend) -> None:
         phased.run(q, k, k, torch.empty_like(q), 0)
 
 
-@pytest.mark.parametrize("name", ["prefill", "mixed", "graph-decode", "decode-groups3"])
+@pytest.mark.parametrize(
+    "name", ["prefill", "mixed", "graph-decode", "decode-groups3", "prefill-sinks", "decode-sinks-windows-group5"]
+)
 def test_a_choice_passes_the_conformance_suite(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     assert run_case(partial(create_backend, "decode=triton,prefill=torch"), case).refused is None

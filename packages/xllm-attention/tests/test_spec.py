@@ -13,6 +13,7 @@ from xllm_metadata import CacheKind
 def test_equal_specs_are_one_key(spec: AttentionSpec) -> None:
     assert {spec: 1, replace(spec): 2} == {spec: 2}
     assert spec != replace(spec, sliding_window=4)
+    assert spec != replace(spec, sinks=True)
     assert spec.group_size == 3
 
 

@@ -33,12 +33,23 @@ mixed-group3 mixed-window15 mixed-cap mixed-fp16 mixed-garbage mixed-page1-windo
 empty-step-padded empty-queries empty-first empty-middle empty-last empty-prefill empty-decode-rows
 empty-decode-rows-page1 padded-mixed padded-prefill extra-rows graph-decode bad-prefill bad-prefill-v-infinite
 bad-prefill-window bad-chunk bad-chunk-v-window bad-chunk-cap
+decode-sinks decode-sinks-windows-group5 decode-sinks-fp16-dim80 prefill-sinks-cap-window5 mixed-sinks
+mixed-sinks-windows-group5 empty-decode-rows-sinks graph-decode-sinks-windows bad-chunk-sinks
 """
 BY_NAME = {case.name: case for case in CASES}
 SMALLER = (
     # Keys of one sequence in several chunks, rows in several tiles, both around their edges.
     Case(name="long-decode", prefix_lens=(300, 1, 130), steps=(((0, 1), (1, 1), (2, 1)),) * 2, windows=(0, 200)),
     Case(name="long-chunk", prefix_lens=(100, 3), steps=(((0, 40), (1, 1)),), windows=(0, 50), num_heads=2),
+    Case(
+        name="long-decode-sinks",
+        prefix_lens=(300, 1, 130),
+        steps=(((0, 1), (1, 1), (2, 1)),) * 2,
+        windows=(0, 200),
+        sinks=True,
+    ),
+    Case(name="long-chunk-sinks", prefix_lens=(100, 3), steps=(((0, 40), (1, 1)),), windows=(0, 50), sinks=True),
+    Case(name="few-tokens-sinks", prefix_lens=(200, 90, 3), steps=(((0, 4), (1, 4), (2, 3)),), sinks=True),
     Case(name="few-tokens", prefix_lens=(200, 90, 3), steps=(((0, 4), (1, 4), (2, 3)),), windows=(0, 33)),
     Case(name="short-prompts", prefix_lens=(0, 0), steps=(((0, 3), (1, 5)), ((0, 1), (1, 1)))),
     Case(
@@ -190,9 +201,9 @@ def build(kernel, types, constants, options):
     # The item is read before the wait, and no more.
     assert not wait or before.count("ld.global") <= ITEM_WIDTH.value, before.count("ld.global")
 
-kind, dtype, head_dim, group, window, cap, paged = eval(sys.argv[1])
+kind, dtype, head_dim, group, window, cap, paged, sinks = eval(sys.argv[1])
 spec = AttentionSpec(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window,
-                     logits_soft_cap=cap)
+                     logits_soft_cap=cap, sinks=sinks)
 torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
 decode = kind == "decode"
 tiles = (decode_tiles if decode else prefill_tiles)(spec, torch_dtype)
@@ -208,13 +219,14 @@ pointers = ("kv_indptr_ptr", "qo_indptr_ptr", "table_indptr_ptr", "slots_ptr", "
 build(worklist_kernel, {name: "*i32" for name in pointers},
       {"G": group, "WINDOW": window, "DECODE": decode, "BLOCK_M": tiles.block_m, "UNIT": tiles.block_n,
        "LEAST_UNITS": tiles.least_units, "ENOUGH_UNITS": tiles.enough_units, "BLOCK_B": 128, "BLOCK_I": 32}, {})
-data = {name: "*" + dtype for name in ("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr", "k_cache_ptr", "v_cache_ptr")}
+data = {name: "*" + dtype for name in ("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr", "k_cache_ptr", "v_cache_ptr",
+                                        "sinks_ptr")}
 data |= {"items_ptr": "*i32", "pages_ptr": "*i32", "arrived_ptr": "*i32", "partial_ptr": "*fp32", "state_ptr": "*fp32"}
 build(attend_kernel, data,
       {"Q_STRIDES": rows, "K_NEW_STRIDES": rows, "V_NEW_STRIDES": rows,
        "OUT_STRIDES": (2 * group * head_dim, head_dim, 1), **caches, "scale": 0.1, "soft_cap": cap, "G": group, "K": 2,
-       "D": head_dim, "D_PAD": d_pad, "PAGE_SIZE": 16, "WINDOW": window, "CAP": cap > 0, "DECODE": decode,
-       "PAGED": paged, "IEEE": dtype == "fp32", "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+       "D": head_dim, "D_PAD": d_pad, "PAGE_SIZE": 16, "WINDOW": window, "CAP": cap > 0, "SINKS": sinks,
+       "DECODE": decode, "PAGED": paged, "IEEE": dtype == "fp32", "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
        "R": tiles.kept_rows, "BLOCK_C": tiles.block_c, "PDL": decode},
       {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers,
        "launch_pdl": decode})
@@ -224,12 +236,14 @@ build(attend_kernel, data,
 @pytest.mark.parametrize(
     "variant",
     [
-        ("decode", "bf16", 128, 2, 0, 0.0, True),
-        ("decode", "fp16", 80, 12, 7, 1.5, True),
-        ("decode", "fp32", 32, 3, 0, 0.0, True),
-        ("many", "bf16", 256, 4, 0, 0.0, True),
-        ("many", "bf16", 128, 2, 0, 0.0, False),
-        ("many", "fp16", 96, 3, 7, 1.5, True),
+        ("decode", "bf16", 128, 2, 0, 0.0, True, False),
+        ("decode", "fp16", 80, 12, 7, 1.5, True, False),
+        ("decode", "fp32", 32, 3, 0, 0.0, True, False),
+        ("decode", "bf16", 64, 8, 128, 0.0, True, True),
+        ("many", "bf16", 256, 4, 0, 0.0, True, False),
+        ("many", "bf16", 128, 2, 0, 0.0, False, False),
+        ("many", "fp16", 96, 3, 7, 1.5, True, False),
+        ("many", "bf16", 64, 8, 128, 0.0, True, True),
     ],
     ids=lambda variant: "-".join(map(str, variant)),
 )

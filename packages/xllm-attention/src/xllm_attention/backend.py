@@ -53,9 +53,12 @@ class BackendCapabilities:
     device_types: frozenset[str] | None = None
     v_head_dims: bool = False  # value heads of another size than key heads
     latent: bool = False  # layers whose values are part of their keys
+    sinks: bool = False  # serves layers with attention sinks
 
     def refusal(self, spec: AttentionSpec, limits: BackendLimits) -> str | None:
         """Why the combination cannot be served, as `thing value; served are ...`; None when it can."""
+        if spec.sinks and not self.sinks:
+            return "attention sinks; served are layers without them"
         for thing, value, served in (
             ("dtype", limits.dtype, self.dtypes),
             ("head_dim", spec.head_dim, self.head_dims),
@@ -222,7 +225,15 @@ class AttentionBackend(ABC):
         self._layout = (step.phase.value, step.num_tokens, step.num_seqs)
 
     @final
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        layer_id: int,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """Appends k, v at the step's slots (those below 0 are skipped), attends, and writes all of `out`.
 
         T tokens, H heads, K kv heads, D head dim. Only launches work; after `plan(graph=True)` it may be captured.
@@ -233,6 +244,7 @@ class AttentionBackend(ABC):
             out: [T, H, D]. Rows that belong to no live token, and those of KV length 0, get 0. Rows that see a key or
                 value that is not finite are not finite; other rows are as without it.
             layer_id: the layer.
+            sinks: contiguous [H] in q's dtype if the layer's spec has sinks, else None. Only `Attention` checks it.
 
         Raises:
             RuntimeError: no step is planned.
@@ -242,7 +254,7 @@ class AttentionBackend(ABC):
             raise RuntimeError("run was called before plan: every step needs its plan(metadata)")
         if q.shape[0] < self._num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows; the planned step has {self._num_tokens} tokens")
-        self._run(q, k, v, out, layer_id)
+        self._run(q, k, v, out, layer_id, sinks)
 
     @abstractmethod
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
@@ -257,7 +269,15 @@ class AttentionBackend(ABC):
         """Plans the step for the layers of `groups[group]`, whose spec is `group_specs[group]`."""
 
     @abstractmethod
-    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        layer_id: int,
+        sinks: torch.Tensor | None,
+    ) -> None:
         """`run` after its checks."""
 
     def _step(self, metadata: AttentionMetadata, graph: bool) -> Step:

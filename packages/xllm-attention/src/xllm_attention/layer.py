@@ -24,17 +24,25 @@ class Attention(nn.Module):
         self.spec = spec
         self.layer_id = layer_id
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Appends k, v and attends.
 
         Args:
             q: [T, H, D] or [T, H * D].
             k, v: [T, K, D] or [T, K * D]. Views, such as slices of a fused projection, are taken as they are.
+            sinks: contiguous [H], q's dtype and device, if the spec has sinks; else None.
 
         Returns:
             Contiguous tensor of q's shape. Rows that belong to no token of the step (padding) are 0.
+
+        Raises:
+            ValueError: sinks that do not fit the spec or q.
         """
         spec, num_tokens = self.spec, q.shape[0]
+        if spec.sinks or sinks is not None:
+            self._check_sinks(q, sinks)
         out = q.new_empty(q.shape)
         attention(
             q.reshape(num_tokens, spec.num_heads, spec.head_dim),
@@ -42,8 +50,22 @@ class Attention(nn.Module):
             v.reshape(num_tokens, spec.num_kv_heads, spec.head_dim),
             out.view(num_tokens, spec.num_heads, spec.head_dim),
             self.layer_id,
+            sinks,
         )
         return out
+
+    def _check_sinks(self, q: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        name = f"sinks of layer {self.layer_id}"
+        if sinks is None:
+            raise ValueError(f"{name} is None; its spec has sinks, so it must be a tensor [{self.spec.num_heads}]")
+        if not self.spec.sinks:
+            raise ValueError(f"{name} has shape {list(sinks.shape)}; its spec has no sinks, so it must be None")
+        if sinks.shape != (self.spec.num_heads,):
+            raise ValueError(f"{name} has shape {list(sinks.shape)}; it must be [{self.spec.num_heads}], one per head")
+        if sinks.dtype is not q.dtype or sinks.device != q.device:
+            raise ValueError(f"{name} is {sinks.dtype} on {sinks.device}; it must be as q, {q.dtype} on {q.device}")
+        if not sinks.is_contiguous():
+            raise ValueError(f"{name} has strides {sinks.stride()}; it must be contiguous")
 
     def extra_repr(self) -> str:
         """What `print(model)` shows of the layer."""

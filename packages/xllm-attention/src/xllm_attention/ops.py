@@ -13,12 +13,20 @@ from .op_library import define_op
 
 
 @define_op(mutates=["out"], tags=[torch.Tag.cudagraph_unsafe])
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    layer_id: int,
+    sinks: torch.Tensor | None = None,
+) -> None:
     """Appends k, v to layer `layer_id`'s cache, attends, and writes `out`; all by the current backend.
 
     T tokens, H heads, K kv heads, D head dim: q [T, H, D], k and v [T, K, D], out [T, H, D], any strides.
+    sinks: contiguous [H] in q's dtype for a layer whose spec has them.
 
     Raises:
         RuntimeError: outside of a forward context, or before the step was planned.
     """
-    current_backend().run(q, k, v, out, layer_id)
+    current_backend().run(q, k, v, out, layer_id, sinks)

@@ -34,7 +34,8 @@ class PhasedBackend(AttentionBackend):
         self.capabilities = BackendCapabilities(
             full_graph_phases=frozenset(
                 phase for phase, backend in by_phase.items() if phase in backend.capabilities.full_graph_phases
-            )
+            ),
+            sinks=all(backend.capabilities.sinks for backend in by_phase.values()),
         )
         super().__init__(specs, limits)
 
@@ -62,5 +63,13 @@ class PhasedBackend(AttentionBackend):
     def _plan_group(self, step: Step, group: int) -> None:
         """Does nothing: `_plan_step` had the phase's backend plan its groups, which are the same."""
 
-    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
-        self._current.run(q, k, v, out, layer_id)
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        layer_id: int,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        self._current.run(q, k, v, out, layer_id, sinks)

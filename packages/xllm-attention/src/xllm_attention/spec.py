@@ -24,7 +24,9 @@ class AttentionSpec:
     """Shape and formula of one layer's attention. Layers with equal specs form one attention group.
 
     Per query head h with KV head h // group_size: softmax(cap(scale * q.k)) . v over the keys that are visible, where
-    cap(s) = logits_soft_cap * tanh(s / logits_soft_cap), or s when logits_soft_cap is 0.
+    cap(s) = logits_soft_cap * tanh(s / logits_soft_cap), or s when logits_soft_cap is 0. An attention sink is one more
+    score of the softmax: it adds exp(sink_h) to the denominator and nothing to the numerator, as in HF
+    transformers' gpt-oss.
 
     Attributes:
         num_heads: query heads (of this rank).
@@ -35,6 +37,8 @@ class AttentionSpec:
         logits_soft_cap: bound on the absolute score; 0 is none.
         v_head_dim: elements of a value head where it is not head_dim; else 0.
         latent: a token's value is the first v_head_dim elements of its key, which alone is cached (MLA).
+        sinks: whether each query head has an attention sink, a learned logit without a value. It is neither scaled nor
+            capped. Every query sees it, whatever the window.
         shared_cache: whether the layer's cache may share memory: its k with its v, and with those of other such layers.
 
     Raises:
@@ -49,6 +53,7 @@ class AttentionSpec:
     logits_soft_cap: float = 0.0
     v_head_dim: int = 0
     latent: bool = False
+    sinks: bool = False
     shared_cache: bool = False
 
     def __post_init__(self) -> None:

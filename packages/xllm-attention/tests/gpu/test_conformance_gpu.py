@@ -18,7 +18,9 @@ SHAPES = ("decode", "prefill", "mixed")
 # FlashInfer compiles a kernel for every head dim, dtype, window or not, and cap or not: the whole table runs on one of
 # them, the cases that are about the others on theirs.
 PLAIN_ON_FLASHINFER = tuple(
-    replace(case, head_dim=128, dtype=torch.bfloat16, windows=(0,) * len(case.windows), soft_cap=0.0) for case in CASES
+    replace(case, head_dim=128, dtype=torch.bfloat16, windows=(0,) * len(case.windows), soft_cap=0.0)
+    for case in CASES
+    if not case.sinks
 )
 OTHER_ON_FLASHINFER = tuple(
     replace(BY_NAME[f"{shape}-{label}"], head_dim=head_dim, dtype=dtype)
@@ -56,6 +58,14 @@ def test_flashinfer_plain(case: Case) -> None:
 @pytest.mark.parametrize("case", OTHER_ON_FLASHINFER, ids=lambda case: case.name)
 def test_flashinfer_variants(case: Case) -> None:
     assert run_case(partial(create_backend, "flashinfer"), case, device="cuda").refused is None
+
+
+def test_flashinfer_refuses_sinks_and_auto_does_not() -> None:
+    case = replace(BY_NAME["mixed-sinks"], dtype=torch.bfloat16)
+    refused = run_case(partial(create_backend, "flashinfer"), case, device="cuda").refused
+    assert refused is not None
+    assert "attention sinks; served are layers without them" in refused
+    assert run_case(partial(create_backend, "auto"), case, device="cuda").refused is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

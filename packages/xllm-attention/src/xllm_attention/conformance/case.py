@@ -34,6 +34,7 @@ class Case:
             sequence may be `EMPTY` in a decode step.
         windows: sliding window of each layer (0: none); the number of layers is its length.
         soft_cap: logits_soft_cap of every layer.
+        sinks: every layer has attention sinks, of its own values.
         bucket: pad the step's tokens, and in decode its sequences, to this number in persistent buffers; in other
             phases two sequences without tokens are added.
         extra_rows: rows of q, k, v and out beyond the step's tokens.
@@ -53,6 +54,7 @@ class Case:
     head_dim: int = 64
     windows: tuple[int, ...] = (0,)
     soft_cap: float = 0.0
+    sinks: bool = False
     dtype: torch.dtype = torch.float32
     page_size: int = 16
     bucket: int | None = None
@@ -83,6 +85,7 @@ class Case:
                 scale=self.head_dim**-0.5,
                 sliding_window=window,
                 logits_soft_cap=self.soft_cap,
+                sinks=self.sinks,
             )
             for window in self.windows
         )

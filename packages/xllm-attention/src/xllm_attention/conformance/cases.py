@@ -58,10 +58,23 @@ def _varied() -> tuple[Case, ...]:
     cases += _named(tuple(replace(c, soft_cap=1.5) for c in base), "cap")
     cases += _named(tuple(replace(c, soft_cap=1.5, windows=(5,)) for c in base), "cap-window5")
     cases += _named(tuple(replace(c, windows=(0, 7, 0, 7, 16)) for c in base), "groups3")
+    cases += _sinks(base)
     for layout in (CacheLayout.KV_INTERLEAVED, CacheLayout.HEADS_FIRST):
         cases += _named(tuple(replace(c, layout=layout) for c in base), layout.value)
     cases += _named(tuple(replace(c, poison=300.0) for c in base), "garbage")
     return tuple(cases)
+
+
+def _sinks(base: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Attention sinks, alone and with what else changes the softmax or the mapping of heads."""
+    base = tuple(replace(case, sinks=True) for case in base)
+    return (
+        *_named(base, "sinks"),
+        *_named(tuple(replace(c, windows=(0, 7), num_heads=10) for c in base), "sinks-windows-group5"),
+        *_named(tuple(replace(c, windows=(5,), soft_cap=1.5) for c in base), "sinks-cap-window5"),
+        *_named(tuple(replace(c, dtype=torch.bfloat16, num_heads=16) for c in base), "sinks-bf16-group8"),
+        *_named(tuple(replace(c, dtype=torch.float16, head_dim=80) for c in base), "sinks-fp16-dim80"),
+    )
 
 
 def _chunks(length: int, window: int) -> Case:
@@ -113,6 +126,7 @@ def _empty() -> tuple[Case, ...]:
             page_size=1,
             windows=(0, 2),
         ),
+        Case(name="empty-decode-rows-sinks", prefix_lens=(15, 40), steps=(((EMPTY, 1), (0, 1), (1, 1)),), sinks=True),
     )
 
 
@@ -133,6 +147,8 @@ def _padded() -> tuple[Case, ...]:
         ("-page128", replace(cases[0], page_size=128, num_heads=10)),
         ("-windows", replace(cases[0], windows=(0, 1, 2, 15, 16, 17))),
         ("-cap", replace(cases[0], soft_cap=1.5)),
+        ("-sinks", replace(cases[0], sinks=True)),
+        ("-sinks-windows", replace(cases[0], sinks=True, windows=(0, 1, 16), soft_cap=1.5, num_heads=6)),
         ("-fp16", replace(cases[0], dtype=torch.float16)),
         ("-bf16", replace(cases[0], dtype=torch.bfloat16, head_dim=128)),
         ("-garbage", replace(cases[0], poison=300.0, windows=(0, 16))),
@@ -166,6 +182,7 @@ def _bad() -> tuple[Case, ...]:
             replace(case, name=f"{case.name}-window", windows=(0, 7, 16), num_heads=6),
             replace(case, name=f"{case.name}-v-window", windows=(7, 3), bad_v_only=True),
             replace(case, name=f"{case.name}-cap", soft_cap=1.5),
+            replace(case, name=f"{case.name}-sinks", sinks=True, windows=(0, 7)),
             replace(case, name=f"{case.name}-bf16", dtype=torch.bfloat16, head_dim=128, bucket=64),
         ]
     long = Case(name="bad-long-chunk", prefix_lens=(700,), steps=(((0, 300),),), bad_tokens=((0, 850),), num_heads=2)
@@ -179,6 +196,9 @@ def _long() -> tuple[Case, ...]:
         Case(name="long-prefill-window", prefix_lens=(0,), steps=(((0, 700),),), windows=(129,), num_kv_heads=1),
         Case(name="long-chunk", prefix_lens=(1030, 3), steps=(((0, 300), (1, 1)),), windows=(0, 250, 2)),
         Case(name="long-decode", prefix_lens=(3000, 1, 800), steps=_decode(3, 2), windows=(0, 1000)),
+        Case(name="long-decode-sinks", prefix_lens=(3000, 1, 800), steps=_decode(3, 2), windows=(0, 1000), sinks=True),
+        Case(name="long-chunk-sinks", prefix_lens=(1030, 3), steps=(((0, 300), (1, 1)),), windows=(0, 250), sinks=True),
+        Case(name="long-prefill-sinks", prefix_lens=(0,), steps=(((0, 700),),), num_heads=2, sinks=True),
         Case(name="long-chunk-cap", prefix_lens=(400,), steps=(((0, 300),),), soft_cap=1.5, num_heads=2),
     )
 

@@ -59,6 +59,7 @@ class BackendHarness:
                 self.history[-1].append((kv[0], kv[1]))
                 slots = torch.tensor([self._slot(seq, p) for p in range(prefix_len)], dtype=torch.int64)
                 write(cache, slots, kv[0], kv[1])
+        self.sinks = tuple(self._draw_sinks() for _ in case.windows)
         self._static: StaticAttentionMetadata | None = None
 
     def next_step(self, step: tuple[tuple[int, int], ...]) -> StepInputs:
@@ -96,6 +97,12 @@ class BackendHarness:
         h, k = self.case.num_heads, self.case.num_kv_heads
         heads = qkv.view(qkv.shape[0], h + 2 * k, self.case.head_dim)
         return heads[:, :h], heads[:, h : h + k], heads[:, h + k :]
+
+    def _draw_sinks(self) -> torch.Tensor | None:
+        """[H] sinks of one layer: some matter little next to the scores, some outweigh them."""
+        if not self.case.sinks:
+            return None
+        return (3 * self._random(self.case.num_heads)).to(self.device)
 
     def _draw(
         self,

@@ -7,18 +7,22 @@ import torch
 from ..spec import AttentionSpec
 
 
-def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+def reference_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attends the last R tokens of a sequence of L tokens. H heads, K kv heads, D head dim.
 
     Args:
         q: [R, H, D] queries of positions L - R .. L - 1.
         k, v: [L, K, D] of all positions.
         spec: shape and formula, as `AttentionSpec` states it.
+        sinks: [H], of a spec with sinks.
 
     Returns:
         [R, H, D] float64, on the CPU.
     """
     q, k, v = (tensor.to("cpu", torch.float64) for tensor in (q, k, v))
+    sinks = None if sinks is None else sinks.to("cpu", torch.float64)
     prefix_len = k.shape[0] - q.shape[0]
     out = torch.empty_like(q)
     for row in range(q.shape[0]):
@@ -29,6 +33,8 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec:
             scores = (k[first : position + 1, kv_head] @ q[row, head]) * spec.scale
             if spec.logits_soft_cap > 0:
                 scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
-            weights = torch.exp(scores - scores.max())
-            out[row, head] = (weights / weights.sum()) @ v[first : position + 1, kv_head]
+            largest = scores.max() if sinks is None else torch.maximum(scores.max(), sinks[head])
+            weights = torch.exp(scores - largest)
+            total = weights.sum() if sinks is None else weights.sum() + torch.exp(sinks[head] - largest)
+            out[row, head] = (weights / total) @ v[first : position + 1, kv_head]
     return out

@@ -99,7 +99,7 @@ def _run_layer(backend: AttentionBackend, harness: BackendHarness, inputs: StepI
     live = inputs.live_rows.to(harness.device)
     write(LayerCache(**expected), inputs.slots, k[live], v[live])
     out = q.new_full(q.shape, torch.nan)
-    backend.run(q, k, v, out, layer)
+    backend.run(q, k, v, out, layer, harness.sinks[layer])
     if not _same_bytes(qkv[kept], untouched):
         raise ConformanceError(f"{where}: the inputs were modified")
     _check_cache(cache, expected, inputs, where)
@@ -138,7 +138,7 @@ def _check_output(
         if num_tokens == 0:
             continue
         rows = slice(first, first + num_tokens)
-        reference = reference_attention(q[rows], *harness.history[layer][seq], spec)
+        reference = reference_attention(q[rows], *harness.history[layer][seq], spec, harness.sinks[layer])
         error = (out[rows].double() - reference).norm(dim=-1) / reference.norm(dim=-1)  # [rows, H]
         bad = ~reference.isfinite().all(dim=-1)  # [rows, H]
         wrongly_finite = (bad & out[rows].isfinite().all(dim=-1)).any(dim=-1)

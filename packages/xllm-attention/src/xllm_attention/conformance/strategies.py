@@ -33,6 +33,7 @@ def cases(draw: st.DrawFn, *, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
         head_dim=draw(st.sampled_from((16, 64, 80))),
         windows=tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=2))),
         soft_cap=draw(st.sampled_from((0.0, 2.0))),
+        sinks=draw(st.booleans()),
         dtype=draw(st.sampled_from(dtypes)),
         page_size=draw(st.sampled_from((1, 3, 16))),
         bucket=max(1, largest + padding) if graph or draw(st.booleans()) else None,

@@ -94,7 +94,15 @@ class FlashInferBackend(AttentionBackend):
         else:
             plans.plan_paged(step)
 
-    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        layer_id: int,
+        sinks: torch.Tensor | None,
+    ) -> None:
         k_cache, v_cache = self._caches[layer_id]
         self._append(k, v, k_cache, v_cache, self._slots)
         if self._num_rows < out.shape[0]:

@@ -16,6 +16,7 @@ def attend(
     *,
     mask: torch.Tensor | None,
     causal: bool,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends R query rows over L keys. R rows, L keys, H heads, K kv heads, D head dim.
 
@@ -24,13 +25,14 @@ def attend(
         k, v: [L, K, D].
         spec: shape and formula.
         mask: [R, L] added to the scores (0 or -inf); None when every row sees every key, or when `causal` says.
-        causal: row i sees keys 0..i; needs R = L and no mask, and no soft cap.
+        causal: row i sees keys 0..i; needs R = L and no mask, no soft cap and no sinks.
+        sinks: [H], of a spec with sinks.
 
     Returns:
         [R, H, D] in q's dtype.
     """
-    if spec.logits_soft_cap:
-        return _attend_capped(q, k, v, spec, mask)
+    if spec.logits_soft_cap or sinks is not None:
+        return _attend_written_out(q, k, v, spec, mask, sinks)
     if q.shape[0] == 1:
         # The heads of a group see the same keys, so they may stand as rows: [1, K, G, D] needs no repeated keys.
         grouped = q.reshape(1, spec.num_kv_heads, spec.group_size, spec.head_dim)
@@ -60,15 +62,29 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _attend_capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, mask: torch.Tensor | None
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over scores [..., L] and, if given, sinks [..., 1]; the weights of the sinks are left out."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _attend_written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`attend` written out, since the fused kernels know no soft cap."""
+    """`attend` written out, since PyTorch's fused kernels know neither soft cap nor sinks."""
     high = accumulation_dtype(q.dtype)
     grouped = q.reshape(q.shape[0], spec.num_kv_heads, spec.group_size, spec.head_dim).to(high)
     scores = torch.einsum("rkgd,lkd->kgrl", grouped, k.to(high)) * spec.scale
     scores = soft_cap(scores, spec.logits_soft_cap)
     if mask is not None:
         scores = scores + mask
-    out = torch.einsum("kgrl,lkd->rkgd", scores.softmax(dim=-1), v.to(high))
+    per_row = None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size, 1, 1)
+    out = torch.einsum("kgrl,lkd->rkgd", softmax(scores, per_row), v.to(high))
     return out.reshape(q.shape).to(q.dtype)

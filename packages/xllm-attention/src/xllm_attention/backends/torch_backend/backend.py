@@ -23,6 +23,7 @@ class TorchBackend(AttentionBackend):
     capabilities = BackendCapabilities(
         full_graph_phases=frozenset({Phase.DECODE}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+        sinks=True,
     )
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
@@ -45,15 +46,23 @@ class TorchBackend(AttentionBackend):
         else:
             self._plans[group] = plan_ragged(step, self.group_specs[group], self.page_size, self.limits.dtype)
 
-    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        layer_id: int,
+        sinks: torch.Tensor | None,
+    ) -> None:
         k_cache, v_cache = self._caches[layer_id]
         append(self._append, k, k_cache)
         append(self._append, v, v_cache)
         plan = self._plans[self.group_of_layer[layer_id]]
         if isinstance(plan, DenseDecode):
-            plan.run(q, k_cache, v_cache, out)
+            plan.run(q, k_cache, v_cache, out, sinks)
         else:
-            run_ragged(plan, q, k_cache, v_cache, out)
+            run_ragged(plan, q, k_cache, v_cache, out, sinks)
 
     def _persistent_append(self) -> AppendPlan:
         """The buffers of graph steps, made at the first one, so that a host without graphs does not pay for them."""

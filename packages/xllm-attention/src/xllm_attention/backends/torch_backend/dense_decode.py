@@ -10,7 +10,7 @@ import torch
 
 from ...backend import Step
 from ...spec import AttentionSpec
-from .attend import accumulation_dtype, soft_cap
+from .attend import accumulation_dtype, soft_cap, softmax
 
 
 class DenseDecode:
@@ -61,8 +61,18 @@ class DenseDecode:
         self._hidden[:num_seqs].copy_((positions < first_keys) | (positions >= kv_lens))
         self._empty[:num_seqs].copy_(kv_lens[:, 0] == 0)
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
-        """Attends q [T, H, D], row i being sequence i, and writes all of out [T, H, D]; other rows get 0."""
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Attends q [T, H, D], row i being sequence i, and writes all of out [T, H, D]; other rows get 0.
+
+        sinks: [H], of a spec with sinks.
+        """
         spec, num_seqs = self._spec, self._num_seqs
         hidden = self._hidden[:num_seqs]
         high = accumulation_dtype(q.dtype)
@@ -71,9 +81,10 @@ class DenseDecode:
         grouped = q[:num_seqs].reshape(num_seqs, spec.num_kv_heads, spec.group_size, spec.head_dim).to(high)
         scores = torch.einsum("bkgd,blkd->bkgl", grouped, k) * spec.scale
         scores = soft_cap(scores, spec.logits_soft_cap).masked_fill(hidden[:, None, None, :], float("-inf"))
-        result = torch.einsum("bkgl,blkd->bkgd", scores.softmax(dim=-1), v)
+        per_row = None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size, 1)
+        result = torch.einsum("bkgl,blkd->bkgd", softmax(scores, per_row), v)
         result = result.reshape(num_seqs, spec.num_heads, spec.head_dim)
-        # An empty row's softmax has no term and is NaN.
+        # An empty row's softmax has no term and is NaN, unless there are sinks.
         out[:num_seqs] = result.masked_fill(self._empty[:num_seqs, None, None], 0).to(out.dtype)
         out[num_seqs:].zero_()
 

@@ -102,9 +102,17 @@ def plan_ragged(step: Step, spec: AttentionSpec, page_size: int, dtype: torch.dt
 
 
 def run_ragged(
-    plan: RaggedPlan, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
+    plan: RaggedPlan,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> None:
-    """Attends q [T, H, D] over the caches and writes all of out [T, H, D]; rows that no block covers get 0."""
+    """Attends q [T, H, D] over the caches and writes all of out [T, H, D]; rows that no block covers get 0.
+
+    sinks: [H], of a spec with sinks.
+    """
     if plan.num_rows < out.shape[0]:
         out.zero_()
     for sequence in plan.sequences:
@@ -113,14 +121,22 @@ def run_ragged(
         v = v_cache.index_select(0, sequence.pages).flatten(0, 1)[sequence.tokens]
         if not any(block.hides_keys for block in sequence.blocks):
             (block,) = sequence.blocks
-            out[block.rows] = attend(q[block.rows], k[block.keys], v[block.keys], plan.spec, mask=None, causal=False)
+            out[block.rows] = attend(
+                q[block.rows], k[block.keys], v[block.keys], plan.spec, mask=None, causal=False, sinks=sinks
+            )
             continue
         # A mask does not remove a NaN: 0 * NaN is NaN. So bad keys become 0, and rows that see one become NaN.
         bad = ~(k.isfinite() & v.isfinite()).flatten(1).all(dim=1)  # [L]
         k, v = (x.masked_fill(bad[:, None, None], 0.0) for x in (k, v))
         for block in sequence.blocks:
             result = attend(
-                q[block.rows], k[block.keys], v[block.keys], plan.spec, mask=block.mask, causal=block.causal
+                q[block.rows],
+                k[block.keys],
+                v[block.keys],
+                plan.spec,
+                mask=block.mask,
+                causal=block.causal,
+                sinks=sinks,
             )
             out[block.rows] = result.masked_fill(block.sees(bad[block.keys])[:, None, None], torch.nan)
 
@@ -134,7 +150,8 @@ def _plan_blocks(rows: slice, kv_len: int, first_key: int, spec: AttentionSpec, 
     """Cuts a sequence's query rows into blocks; `first_key` is the position of the first gathered key."""
     q_len = rows.stop - rows.start
     prefix_len = kv_len - q_len
-    plain = prefix_len == 0 and not spec.logits_soft_cap and not 0 < spec.sliding_window < kv_len
+    written_out = spec.logits_soft_cap > 0 or spec.sinks
+    plain = prefix_len == 0 and not written_out and not 0 < spec.sliding_window < kv_len
     if plain and q_len > 1:
         return (Block(rows=rows, keys=slice(0, kv_len), mask=None, causal=True),)
     blocks = []

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tile import add_tile, scores_of, without_bad_values
+from .tile import LOG2_E, add_tile, scores_of, without_bad_values
 from .worklist import (
     BEGIN,
     CHUNKS,
@@ -32,19 +32,20 @@ from .worklist import (
 )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["sinks_ptr"])  # type: ignore[untyped-decorator]
 def attend_kernel(
     q_ptr: tl.tensor, k_new_ptr: tl.tensor, v_new_ptr: tl.tensor, out_ptr: tl.tensor, k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor, items_ptr: tl.tensor, pages_ptr: tl.tensor,
     partial_ptr: tl.tensor,  # [items, K, R, D_PAD] fp32: unnormalized output of one chunk
     state_ptr: tl.tensor,  # [items, K, 2, R] fp32: its softmax state, row_max and row_sum
     arrived_ptr: tl.tensor,  # [items, K] int32: finished chunks of a tile; 0 between launches
+    sinks_ptr: tl.tensor,  # [H]; read with SINKS only
     Q_STRIDES: tl.constexpr, K_NEW_STRIDES: tl.constexpr, V_NEW_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
     K_CACHE_STRIDES: tl.constexpr, V_CACHE_STRIDES: tl.constexpr,
     scale: tl.constexpr, soft_cap: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr,
-    IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr,
+    PAGED: tl.constexpr, IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attends the items of one program.
@@ -65,9 +66,9 @@ def attend_kernel(
             item = tl.where(number < count, begin + number, empty_begin + number - count)
             attend_item(
                 q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
-                state_ptr, arrived_ptr, item, kv_head, Q_STRIDES, K_NEW_STRIDES, V_NEW_STRIDES, OUT_STRIDES,
+                state_ptr, arrived_ptr, sinks_ptr, item, kv_head, Q_STRIDES, K_NEW_STRIDES, V_NEW_STRIDES, OUT_STRIDES,
                 K_CACHE_STRIDES, V_CACHE_STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW, CAP,
-                DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
+                SINKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
             )  # fmt: skip
     else:
         # The last tiles of a prompt have the most keys, so they start first.
@@ -75,9 +76,9 @@ def attend_kernel(
         if tl.load(items_ptr + item * ITEM_WIDTH + CHUNKS) > 0:
             attend_item(
                 q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
-                state_ptr, arrived_ptr, item, kv_head, Q_STRIDES, K_NEW_STRIDES, V_NEW_STRIDES, OUT_STRIDES,
+                state_ptr, arrived_ptr, sinks_ptr, item, kv_head, Q_STRIDES, K_NEW_STRIDES, V_NEW_STRIDES, OUT_STRIDES,
                 K_CACHE_STRIDES, V_CACHE_STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW, CAP,
-                DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
+                SINKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
             )  # fmt: skip
     if PDL:
         # Programs without items wait too: the end of this launch must imply the end of all launches before it.
@@ -88,11 +89,11 @@ def attend_kernel(
 def attend_item(
     q_ptr: tl.tensor, k_new_ptr: tl.tensor, v_new_ptr: tl.tensor, out_ptr: tl.tensor, k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor, items_ptr: tl.tensor, pages_ptr: tl.tensor, partial_ptr: tl.tensor, state_ptr: tl.tensor,
-    arrived_ptr: tl.tensor, item: tl.tensor, kv_head: tl.tensor,
+    arrived_ptr: tl.tensor, sinks_ptr: tl.tensor, item: tl.tensor, kv_head: tl.tensor,
     Q_STRIDES: tl.constexpr, K_NEW_STRIDES: tl.constexpr, V_NEW_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
     K_CACHE_STRIDES: tl.constexpr, V_CACHE_STRIDES: tl.constexpr, scale: tl.constexpr, soft_cap: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     DECODE: tl.constexpr, PAGED: tl.constexpr, IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -151,6 +152,11 @@ def attend_item(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    if SINKS:
+        # A sink is a score without a value. It enters in one chunk of the tile: the first.
+        sinks = tl.load(sinks_ptr + kv_head * G + rows % G).to(tl.float32) * LOG2_E
+        row_max = tl.where(item == first, sinks, row_max)
+        row_sum = tl.where(item == first, 1.0, row_sum)
     unmasked_end = end
     if DECODE:
         # The program whose chunk ends with the new token appends it, and adds it after all other keys, without reading

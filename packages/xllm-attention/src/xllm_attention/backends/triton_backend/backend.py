@@ -37,6 +37,7 @@ class TritonBackend(AttentionBackend):
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
         head_dims=frozenset({16, 32, 64, 80, 96, 112, 128, 192, 256}),
         device_types=frozenset({"cuda", "cpu"}),
+        sinks=True,
     )
 
     def __init__(self, specs: Sequence[AttentionSpec], limits: BackendLimits) -> None:
@@ -83,7 +84,15 @@ class TritonBackend(AttentionBackend):
     def _plan_group(self, step: Step, group: int) -> None:
         self._lists[self._decode][group].fill(step, self._workspace.pages, copies_pages=not group)
 
-    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        layer_id: int,
+        sinks: torch.Tensor | None,
+    ) -> None:
         k_cache, v_cache = self._caches[layer_id]
         work = self._lists[self._decode][self.group_of_layer[layer_id]]
         space = self._workspace
@@ -96,6 +105,7 @@ class TritonBackend(AttentionBackend):
         captured = self._can_overlap and torch.cuda.is_current_stream_capturing()
         arguments = (
             q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived,
+            q if sinks is None else sinks,  # q: a layer without sinks does not read it
         )  # fmt: skip
         grid = (work.spec.num_kv_heads, work.num_programs(*self._step_size), 1)
         key, constants, options = self._variant(work, layer_id, (q, k, v, out), captured)
@@ -129,6 +139,7 @@ class TritonBackend(AttentionBackend):
             "PAGE_SIZE": caches[0].shape[1],
             "WINDOW": spec.sliding_window,
             "CAP": spec.logits_soft_cap > 0,
+            "SINKS": spec.sinks,
             "DECODE": self._decode,
             "PAGED": self._paged,
             "IEEE": self.limits.dtype is torch.float32,
