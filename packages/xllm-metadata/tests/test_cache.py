@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
 from xllm_metadata import CacheKind, CacheSpec, LayerCache, allocate_caches
 
 K, V = torch.zeros(1), torch.ones(1)
-CONV = CacheSpec("conv", CacheKind.STATE, (6, 3), torch.bfloat16)
-SSM = CacheSpec("ssm", CacheKind.STATE, (2, 4, 5), torch.float32)
-KEYS = CacheSpec("k", CacheKind.PAGED, (2, 8), torch.float16)
+CONV = CacheSpec("conv", (6, 3), torch.bfloat16)
+SSM = CacheSpec("ssm", (2, 4, 5), torch.float32)
+KEYS = CacheSpec("k", (2, 8), torch.float16)
 
 
 def test_tensors_are_named_in_order() -> None:
@@ -36,7 +38,19 @@ def test_another_number_of_tensors_is_refused(number: int, specs: list[CacheSpec
         LayerCache.from_tensors([K] * number, specs)
 
 
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="no cache tensor 'keys'; known are k, v, index, conv, ssm"):
+        CacheSpec("keys", (2, 8), torch.float16)
+
+
+def test_every_tensor_of_a_layer_has_a_kind() -> None:
+    cache = LayerCache(**{field.name: torch.zeros(1) for field in fields(LayerCache)})
+    assert cache.of_kind(CacheKind.PAGED) == [cache.k, cache.v, cache.index]
+    assert cache.of_kind(CacheKind.STATE) == [cache.conv, cache.ssm]
+
+
 def test_sizes_of_a_spec() -> None:
+    assert (KEYS.kind, CONV.kind, SSM.kind) == (CacheKind.PAGED, CacheKind.STATE, CacheKind.STATE)
     sizes = {"num_pages": 7, "page_size": 16, "num_slots": 3}
     assert KEYS.tensor_shape(**sizes) == (7, 16, 2, 8)
     assert SSM.tensor_shape(**sizes) == (3, 2, 4, 5)

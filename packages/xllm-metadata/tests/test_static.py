@@ -163,6 +163,20 @@ def test_sizes_that_do_not_fit_change_nothing(num_tokens: int, num_seqs: int, me
     assert all(torch.equal(static.buffer(name), buffer) for name, buffer in before.items())
 
 
+def test_an_optional_field_that_the_step_lacks_is_none() -> None:
+    """The buffer keeps its address for the next step that has the field."""
+    static = make_static(optional=["kv_seq_lens"])
+    with_field = dataclasses.replace(DECODE, kv_seq_lens=DECODE.kv_cu_seq_lens.diff())
+    static.fill(with_field, num_tokens=4, num_seqs=4)
+    assert static.kv_seq_lens is not None
+    address = static.kv_seq_lens.data_ptr()
+    static.fill(DECODE, num_tokens=4, num_seqs=4)
+    assert static.kv_seq_lens is None
+    static.fill(with_field, num_tokens=4, num_seqs=4)
+    assert static.kv_seq_lens is not None
+    assert static.kv_seq_lens.data_ptr() == address
+
+
 def test_too_many_pages_and_missing_fields_are_named() -> None:
     small = StaticAttentionMetadata(max_num_tokens=16, max_num_seqs=8, max_num_pages=3, device="cpu")
     with pytest.raises(ValueError, match="paged_kv_indices: P is 4 in the step, 3 after padding, 3 at most"):
@@ -225,7 +239,6 @@ def test_a_step_is_filled_as_if_it_were_the_first() -> None:
     ]
     refused = [
         (dataclasses.replace(steps[0], kv_cu_seq_lens=None), "kv_cu_seq_lens is None"),
-        (dataclasses.replace(steps[0], block_table=None), "block_table is None"),
         (dataclasses.replace(steps[2], qo_indptr_host=None), "qo_indptr_host is None"),
         (dataclasses.replace(steps[0], is_chunked_prefill=True), "qo_indptr is None"),
         (

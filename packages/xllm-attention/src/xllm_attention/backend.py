@@ -7,10 +7,10 @@ spec) and the plan counts. Subclasses plan and run the steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 
@@ -18,7 +18,7 @@ from xllm_metadata import AttentionMetadata, LayerCache, check_step
 
 from .binding import check_caches
 from .limits import BackendLimits
-from .spec import AttentionSpec
+from .spec import AttentionSpec, LayerSpec
 
 
 class Phase(Enum):
@@ -42,8 +42,7 @@ class Phase(Enum):
 class BackendCapabilities:
     """What a backend supports. None means no restriction.
 
-    In a full graph the metadata's optional fields are None. A backend that plans a phase from them leaves that phase
-    out of `full_graph_phases`.
+    In a full graph the metadata's optional fields are None, except those of `AttentionBackend.optional_fields`.
     """
 
     full_graph_phases: frozenset[Phase] = frozenset()  # phases whose run() may be captured after plan(graph=True)
@@ -85,6 +84,12 @@ class Step(NamedTuple):  # a named tuple costs the host less per step than a dat
     num_seqs: int  # B, padding included
 
 
+def layer_cache(pair: tuple[torch.Tensor, torch.Tensor], spec: AttentionSpec) -> LayerCache:
+    """The cache that `kv_pair` took apart, for a backend that delegates."""
+    k, v = pair
+    return LayerCache(k=k) if spec.latent else LayerCache(k=k, v=v)
+
+
 def kv_pair(cache: LayerCache, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """The (k, v) tensors of an attention layer's checked cache; in a latent layer v is a view of k."""
     assert cache.k is not None  # checked at binding
@@ -104,27 +109,32 @@ class AttentionBackend(ABC):
         limits: device, dtype and the largest step.
 
     Raises:
-        ValueError: no layer, or a spec, device or dtype that the backend cannot serve.
+        ValueError: no attention layer, or a spec, device or dtype that the backend cannot serve.
     """
 
     name: str
     capabilities: BackendCapabilities
+    runs_state_layers: ClassVar[bool] = False  # `HybridBackend` adds them to any backend
 
-    def __init__(self, specs: Sequence[AttentionSpec], limits: BackendLimits) -> None:
-        if not specs:
-            raise ValueError("specs is empty; a backend needs at least one layer")
+    def __init__(self, specs: Sequence[LayerSpec], limits: BackendLimits) -> None:
         self.specs = tuple(specs)
         self.limits = limits
         layers_of: dict[AttentionSpec, list[int]] = {}
         for layer_id, spec in enumerate(self.specs):
-            layers_of.setdefault(spec, []).append(layer_id)
+            if isinstance(spec, AttentionSpec):
+                layers_of.setdefault(spec, []).append(layer_id)
+            elif not self.runs_state_layers:
+                raise ValueError(f"attention backend {self.name!r} cannot serve layer {layer_id}: it has no attention")
+        if not layers_of:
+            raise ValueError("no spec is that of an attention layer; a backend needs at least one")
         for spec, layers in layers_of.items():
             if refusal := self.capabilities.refusal(spec, limits):
                 raise ValueError(f"attention backend {self.name!r} cannot serve layer {layers[0]}: {refusal}")
         self.group_specs = tuple(layers_of)
         self.groups = tuple(tuple(layers) for layers in layers_of.values())
         group_of = {layer_id: group for group, layers in enumerate(self.groups) for layer_id in layers}
-        self.group_of_layer = tuple(group_of[layer_id] for layer_id in range(len(self.specs)))
+        self.group_of_layer = tuple(group_of.get(layer_id, -1) for layer_id in range(len(self.specs)))
+        self.attention_layers = tuple(sorted(group_of))
         self._plan_counts = [0] * len(self.groups)
         self._page_size: int | None = None  # of the bound caches
         self._cache_device = limits.device  # with its index, once caches are bound
@@ -141,6 +151,11 @@ class AttentionBackend(ABC):
         if self._page_size is None:
             raise RuntimeError("page_size was read before bind_kv_caches")
         return self._page_size
+
+    @property
+    def optional_fields(self) -> frozenset[str]:
+        """Optional fields of the metadata that the backend reads, so that a full graph needs buffers for them."""
+        return frozenset()
 
     @property
     def plan_counts(self) -> tuple[int, ...]:
@@ -175,7 +190,11 @@ class AttentionBackend(ABC):
         """
         page_size = check_caches(caches, self.specs, self.limits)
         self._num_tokens = self._page_size = None
-        self._bind([kv_pair(cache, spec) for cache, spec in zip(caches, self.specs, strict=True)], page_size)
+        layers = list(zip(caches, self.specs, strict=True))
+        self._bind([kv_pair(cache, spec) for cache, spec in layers if isinstance(spec, AttentionSpec)], page_size)
+        states = {i: cache for i, (cache, spec) in enumerate(layers) if not isinstance(spec, AttentionSpec)}
+        if states:
+            self._bind_states(states)
         self._page_size = page_size
         self._cache_device = next(tensor.device for cache in caches for _, tensor in cache.items())
 
@@ -256,9 +275,30 @@ class AttentionBackend(ABC):
             raise ValueError(f"q has {q.shape[0]} rows; the planned step has {self._num_tokens} tokens")
         self._run(q, k, v, out, layer_id, sinks)
 
+    @final
+    def run_state(self, inputs: Sequence[torch.Tensor], out: torch.Tensor, layer_id: int) -> None:
+        """Runs a layer with state, see `StateSpec.run`. Only launches work; may be captured, as `run`.
+
+        Raises:
+            RuntimeError: no step is planned.
+            ValueError: fewer rows than the step has tokens, or a layer without state.
+        """
+        if self._num_tokens is None:
+            raise RuntimeError("run_state was called before plan: every step needs its plan(metadata)")
+        if out.shape[0] < self._num_tokens:
+            raise ValueError(f"out has {out.shape[0]} rows; the planned step has {self._num_tokens} tokens")
+        self._run_state(inputs, out, layer_id)
+
+    def _run_state(self, inputs: Sequence[torch.Tensor], out: torch.Tensor, layer_id: int) -> None:
+        raise ValueError(f"attention backend {self.name!r} runs no layers with state, such as layer {layer_id}")
+
+    def _bind_states(self, caches: Mapping[int, LayerCache]) -> None:
+        """Takes the checked caches of the layers with state, by layer_id. Only called if there are some."""
+        raise NotImplementedError(f"attention backend {self.name!r} has no layers with state")
+
     @abstractmethod
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
-        """Takes the checked (k, v) caches, one pair per layer. In a latent layer v is a view of k: do not append it."""
+        """Takes the checked (k, v) caches, one pair per attention layer. In a latent layer v is a view of k."""
 
     @abstractmethod
     def _plan_step(self, step: Step) -> None:

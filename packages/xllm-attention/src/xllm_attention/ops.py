@@ -1,6 +1,6 @@
-"""Defines the attention op, `torch.ops.xllm.attention`, through which models call the current backend.
+"""Defines the ops `torch.ops.xllm.attention` and `state_layer`, through which models call the current backend.
 
-Owns its dispatch to the current backend. The op is opaque to torch.compile and tagged `cudagraph_unsafe`, so that
+Owns their dispatch to the current backend. Both are opaque to torch.compile and tagged `cudagraph_unsafe`, so that
 piecewise capture ends there.
 """
 
@@ -30,3 +30,14 @@ def attention(
         RuntimeError: outside of a forward context, or before the step was planned.
     """
     current_backend().run(q, k, v, out, layer_id, sinks)
+
+
+@define_op(mutates=["out"], tags=[torch.Tag.cudagraph_unsafe])
+def state_layer(inputs: list[torch.Tensor], out: torch.Tensor, layer_id: int) -> None:
+    """Runs the layer with state `layer_id`: reads the sequences' states, writes `out` and the new states.
+
+    Raises:
+        RuntimeError: outside of a forward context, or before the step was planned.
+        ValueError: the layer has no state.
+    """
+    current_backend().run_state(inputs, out, layer_id)

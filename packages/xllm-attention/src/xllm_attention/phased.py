@@ -6,9 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from xllm_metadata import LayerCache
-
-from .backend import AttentionBackend, BackendCapabilities, Phase, Step
+from .backend import AttentionBackend, BackendCapabilities, Phase, Step, layer_cache
 from .limits import BackendLimits
 from .spec import AttentionSpec
 
@@ -36,6 +34,8 @@ class PhasedBackend(AttentionBackend):
                 phase for phase, backend in by_phase.items() if phase in backend.capabilities.full_graph_phases
             ),
             sinks=all(backend.capabilities.sinks for backend in by_phase.values()),
+            v_head_dims=all(backend.capabilities.v_head_dims for backend in by_phase.values()),
+            latent=all(backend.capabilities.latent for backend in by_phase.values()),
         )
         super().__init__(specs, limits)
 
@@ -44,15 +44,18 @@ class PhasedBackend(AttentionBackend):
         """Also which backend was planned, and its own layout."""
         return (super().plan_layout, self._current.name, self._current.plan_layout)
 
+    @property
+    def optional_fields(self) -> frozenset[str]:
+        """Those of all phases' backends."""
+        return frozenset().union(*(backend.optional_fields for backend in self.by_phase.values()))
+
     def plans_on_host(self, phase: Phase) -> bool:
         """See `AttentionBackend.plans_on_host`: asks the backend of the phase."""
         return self.by_phase[phase].plans_on_host(phase)
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
-        layers = [
-            LayerCache(k=k) if spec.latent else LayerCache(k=k, v=v)
-            for (k, v), spec in zip(caches, self.specs, strict=True)
-        ]
+        specs = [spec for spec in self.specs if isinstance(spec, AttentionSpec)]
+        layers = [layer_cache(pair, spec) for pair, spec in zip(caches, specs, strict=True)]
         for backend in dict.fromkeys(self.by_phase.values()):  # each once, though it may serve several phases
             backend.bind_kv_caches(layers)
 

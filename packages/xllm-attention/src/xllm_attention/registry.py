@@ -11,10 +11,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from .backend import AttentionBackend, Phase
+from .hybrid import HybridBackend
 from .limits import BackendLimits
 from .phased import PhasedBackend
 from .selector import AUTO, auto_order, first_supported, parse_attention_backend
-from .spec import AttentionSpec
+from .spec import AttentionSpec, LayerSpec
 
 ENTRY_POINT_GROUP = "xllm.attention_backends"
 
@@ -27,7 +28,7 @@ _BUILT_IN = (
 
 def create_backend(
     name: str | Mapping[str, str],
-    specs: Sequence[AttentionSpec],
+    specs: Sequence[LayerSpec],
     limits: BackendLimits,
 ) -> AttentionBackend:
     """Makes the backend for a model's layers; the page size comes later, from `bind_kv_caches`.
@@ -42,6 +43,15 @@ def create_backend(
         ValueError: an unknown or unavailable name (lists what is available and why the others are not), or a spec that
             the backend cannot serve.
     """
+    attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    backend = _attention_backend(name, attention, limits)
+    return backend if len(attention) == len(specs) else HybridBackend(specs, limits, backend)
+
+
+def _attention_backend(
+    name: str | Mapping[str, str], specs: Sequence[AttentionSpec], limits: BackendLimits
+) -> AttentionBackend:
+    """The backend of the attention layers alone."""
     selected = parse_attention_backend(name)
     if isinstance(selected, str):
         if selected != AUTO:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from xllm_metadata import CacheKind, CacheSpec
+from xllm_metadata import CacheSpec
 
 
 class LayerSpec(Protocol):
@@ -89,6 +89,6 @@ class AttentionSpec:
 
     def cache_specs(self, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
         """k, and v unless the layer is latent; both paged."""
-        k = CacheSpec("k", CacheKind.PAGED, (self.num_kv_heads, self.head_dim), dtype)
-        v = CacheSpec("v", CacheKind.PAGED, (self.num_kv_heads, self.value_head_dim), dtype)
+        k = CacheSpec("k", (self.num_kv_heads, self.head_dim), dtype)
+        v = CacheSpec("v", (self.num_kv_heads, self.value_head_dim), dtype)
         return (k,) if self.latent else (k, v)

@@ -104,6 +104,7 @@ def _executor(model: CausalLM, limits: Limits, options: Mapping[str, object]) ->
         model.cache_specs,
         num_pages=limits.num_pages,
         page_size=limits.page_size,
+        num_slots=limits.num_slots,
         device=model.device,
         fill=torch.nan,
     )

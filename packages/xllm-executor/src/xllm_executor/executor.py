@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from tqdm import tqdm
 
-from xllm_attention import BackendLimits, create_backend
+from xllm_attention import AttentionBackend, BackendLimits, create_backend
 from xllm_graph import CaptureReport, GraphPass, RunnerSet
 from xllm_metadata import (
     AttentionMetadata,
@@ -253,7 +253,7 @@ class ModelExecutor:
 
     def _warm_up(self, runners: RunnerSet) -> None:
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
-        runners.eager.execute(zero, zero, _padding_step(self._device), zero)
+        runners.eager.execute(zero, zero, _padding_step(self._backend), zero)
         total = runners.num_captures
         bar = tqdm(total=total, desc="capturing graphs", file=sys.stderr, disable=not (total and self.config.progress))
         logged = time.monotonic()
@@ -321,8 +321,11 @@ def _advance(bar: tqdm[object], what: str) -> None:
     bar.update()
 
 
-def _padding_step(device: torch.device) -> AttentionMetadata:
+def _padding_step(backend: AttentionBackend) -> AttentionMetadata:
     """A decode step of one padding row: it writes nothing to the cache, and its attention output is 0."""
-    step = StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=1, max_num_pages=1, device=device)
-    step.fill(build_attention_metadata([], [], [], page_size=1, device=device), num_tokens=1, num_seqs=1)
+    device, optional = backend.limits.device, backend.optional_fields
+    step = StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=1, max_num_pages=1, device=device, optional=optional)
+    slots = [] if "linear_state_indices" in optional else None
+    empty = build_attention_metadata([], [], [], page_size=1, device=device, state_slots=slots)
+    step.fill(empty, num_tokens=1, num_seqs=1)
     return step

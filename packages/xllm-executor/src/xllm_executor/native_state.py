@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from xllm_attention import AttentionSpec
 from xllm_models import load_model
 from xllm_models.loading import SafetensorsStateDict, open_checkpoint
 
@@ -52,7 +53,7 @@ def load_state(
     return {
         "args": model.config.to_model_args(),
         "tensors": tensors,
-        "layers": [asdict(spec) for spec in model.layer_specs],
+        "layers": [asdict(spec) for spec in model.layer_specs if isinstance(spec, AttentionSpec)],
         "dtype": model.dtype,
         "device": model.device,
     }

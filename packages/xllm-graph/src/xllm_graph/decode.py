@@ -83,6 +83,7 @@ class DecodeGraphRunner:
             max_num_seqs=largest,
             max_num_pages=largest * -(-backend.limits.max_model_len // backend.page_size),
             device=backend.limits.device,
+            optional=backend.optional_fields,
         )
         self._captured: dict[int, _Captured] = {}
         self._bucket = 0  # of the last step

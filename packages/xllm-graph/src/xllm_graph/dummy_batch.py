@@ -12,7 +12,9 @@ from xllm_metadata import AttentionMetadata, build_attention_metadata
 
 def empty_batch(backend: AttentionBackend) -> AttentionMetadata:
     """A batch without a token or a sequence. Padded to a bucket, it consists of padding alone."""
-    return build_attention_metadata([], [], [], backend.page_size, backend.limits.device)
+    return build_attention_metadata(
+        [], [], [], backend.page_size, backend.limits.device, state_slots=_no_slots(backend, 0)
+    )
 
 
 def dummy_batch(backend: AttentionBackend, num_tokens: int, num_seqs: int, *, chunked: bool) -> AttentionMetadata:
@@ -29,5 +31,12 @@ def dummy_batch(backend: AttentionBackend, num_tokens: int, num_seqs: int, *, ch
         chunked = False
     kv_lens = [min(q_len + chunked, max_model_len) for q_len in q_lens]
     tables = [[0] * -(-kv_len // page_size) for kv_len in kv_lens]
-    step = build_attention_metadata(q_lens, kv_lens, tables, page_size, backend.limits.device)
+    step = build_attention_metadata(
+        q_lens, kv_lens, tables, page_size, backend.limits.device, state_slots=_no_slots(backend, num_seqs)
+    )
     return replace(step, slot_mapping=torch.full_like(step.slot_mapping, -1))
+
+
+def _no_slots(backend: AttentionBackend, num_seqs: int) -> list[int] | None:
+    """The state slots of sequences that have none; None for a backend that reads no slots."""
+    return [-1] * num_seqs if "linear_state_indices" in backend.optional_fields else None

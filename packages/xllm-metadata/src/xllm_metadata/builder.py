@@ -16,6 +16,9 @@ def build_attention_metadata(
     page_tables: Sequence[Sequence[int]],
     page_size: int,
     device: torch.device | str = "cpu",
+    *,
+    state_slots: Sequence[int] | None = None,
+    state_write_slots: Sequence[int] | None = None,
 ) -> BuiltAttentionMetadata:
     """Builds the metadata of one step.
 
@@ -24,6 +27,8 @@ def build_attention_metadata(
         kv_lens: KV length per sequence, including this step's tokens, B integers.
         page_tables: page indices per sequence: at least ceil(kv_len / page_size); further ones are ignored.
         page_size: tokens per page.
+        state_slots: state slot per sequence, -1 for none; for models with state layers.
+        state_write_slots: slot that each new state goes to, where that is another one.
         device: device of the device tensors. Host mirrors are pinned when this is a CUDA device.
 
     The step is decode when every sequence has exactly one token, also when there is no sequence. Else it is prefill
@@ -33,6 +38,9 @@ def build_attention_metadata(
         ValueError: lengths that contradict each other, or too few pages; names the sequence, value and limit.
     """
     _check_inputs(q_lens, kv_lens, page_tables, page_size)
+    for name, slots_of in (("state_slots", state_slots), ("state_write_slots", state_write_slots)):
+        if slots_of is not None and len(slots_of) != len(q_lens):
+            raise ValueError(f"{name} has {len(slots_of)} entries; the step has {len(q_lens)} sequences")
     page_counts = [-(-kv_len // page_size) for kv_len in kv_lens]
     slots: list[int] = []
     for q_len, kv_len, table in zip(q_lens, kv_lens, page_tables, strict=True):
@@ -40,6 +48,7 @@ def build_attention_metadata(
     indices = [page for table, n in zip(page_tables, page_counts, strict=True) for page in table[:n]]
     last_page_lens = [(kv_len - 1) % page_size + 1 if kv_len else 0 for kv_len in kv_lens]
 
+    prefix_lens = [kv_len - q_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
     is_decode = all(q_len == 1 for q_len in q_lens)
     is_prefill = not is_decode and list(q_lens) == list(kv_lens)
 
@@ -63,6 +72,11 @@ def build_attention_metadata(
         max_seq_len=max(kv_lens, default=0),
         is_prefill=is_prefill,
         is_chunked_prefill=not is_decode and not is_prefill,
+        linear_state_indices=None if state_slots is None else _host_tensor(state_slots, device).to(device),
+        linear_state_write_indices=(
+            None if state_write_slots is None else _host_tensor(state_write_slots, device).to(device)
+        ),
+        has_initial_state=(None if state_slots is None else _host_tensor(prefix_lens, device).to(device, torch.bool)),
     )
 
 

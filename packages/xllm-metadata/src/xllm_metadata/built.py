@@ -36,6 +36,7 @@ class BuiltAttentionMetadata(AttentionMetadata):
     kv_seq_lens: torch.Tensor | None = None
     q_seq_lens: torch.Tensor | None = None
     linear_state_indices: torch.Tensor | None = None
+    linear_state_write_indices: torch.Tensor | None = None
     has_initial_state: torch.Tensor | None = None
     dp_token_counts: torch.Tensor | None = None
     dp_is_decode: torch.Tensor | None = None

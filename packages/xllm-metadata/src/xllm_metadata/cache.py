@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Final
 
 import torch
 
@@ -16,21 +17,41 @@ class CacheKind(Enum):
     STATE = "state"  # [num_slots, *shape]: one entry per sequence, in its state slot
 
 
+CACHE_KINDS: Final[Mapping[str, CacheKind]] = {
+    "k": CacheKind.PAGED,
+    "v": CacheKind.PAGED,
+    "index": CacheKind.PAGED,
+    "conv": CacheKind.STATE,
+    "ssm": CacheKind.STATE,
+}
+"""The kind of each tensor of `LayerCache`."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """One cache tensor that a layer needs. A host allocates it, and binds it before the first step.
 
     Attributes:
-        name: of `LayerCache`.
-        kind: whether it has pages or state slots.
+        name: of a tensor of `LayerCache`.
         shape: of one entry: of a token in a page, or of a sequence's state.
         dtype: of the tensor.
+
+    Raises:
+        ValueError: an unknown name.
     """
 
     name: str
-    kind: CacheKind
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.name not in CACHE_KINDS:
+            raise ValueError(f"no cache tensor {self.name!r}; known are {', '.join(CACHE_KINDS)}")
+
+    @property
+    def kind(self) -> CacheKind:
+        """Whether the tensor has pages or state slots."""
+        return CACHE_KINDS[self.name]
 
     def tensor_shape(self, *, num_pages: int, page_size: int, num_slots: int) -> tuple[int, ...]:
         """Shape of the whole tensor."""
@@ -87,6 +108,10 @@ class LayerCache:
             tensor = getattr(self, field.name)
             if tensor is not None:
                 yield field.name, tensor
+
+    def of_kind(self, kind: CacheKind) -> list[torch.Tensor]:
+        """The tensors of a kind, in the order of the names."""
+        return [tensor for name, tensor in self.items() if CACHE_KINDS[name] is kind]
 
 
 def allocate_caches(

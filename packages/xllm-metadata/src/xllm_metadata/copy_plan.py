@@ -64,7 +64,9 @@ class FieldView:
         """Raises `ValueError` when the step lacks the field or its shape does not fit."""
         name = self.field.name
         if value is None:
-            if self.field.presence is Presence.UNLESS_DECODE and is_decode:
+            if self.field.presence is Presence.OPTIONAL or (
+                self.field.presence is Presence.UNLESS_DECODE and is_decode
+            ):
                 return
             raise ValueError(f"{name} is None; this step must have it")
         if self.live_shape is not None and value.shape != self.live_shape:

@@ -108,6 +108,17 @@ class AttentionMetadata(Protocol):
             used_by=_LINEAR,
         ),
     ]
+    linear_state_write_indices: Annotated[
+        torch.Tensor | None,
+        device_tensor(
+            "B",
+            "state slot that each sequence's new state is written to; -1: none. Absent: linear_state_indices",
+            Padding.MINUS_ONE,
+            presence=Presence.OPTIONAL,
+            since=(1, 1),
+            used_by=_LINEAR,
+        ),
+    ]
     has_initial_state: Annotated[
         torch.Tensor | None,
         device_tensor(

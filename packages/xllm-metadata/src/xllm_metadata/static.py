@@ -71,6 +71,7 @@ class StaticAttentionMetadata:
     kv_seq_lens: torch.Tensor | None
     q_seq_lens: torch.Tensor | None
     linear_state_indices: torch.Tensor | None
+    linear_state_write_indices: torch.Tensor | None
     has_initial_state: torch.Tensor | None
     dp_token_counts: torch.Tensor | None
     dp_is_decode: torch.Tensor | None

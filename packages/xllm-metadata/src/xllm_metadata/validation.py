@@ -225,12 +225,35 @@ def _check_optional(metadata: AttentionMetadata, values: dict[str, list[int]], q
     for name, lens in (("kv_seq_lens", kv_lens), ("q_seq_lens", q_lens)):
         if name in values and values[name] != lens:
             raise ValueError(f"{name} is {values[name]}; the offsets give {lens}")
+    _check_states(values, q_lens, kv_lens)
     if metadata.block_table is not None:
         indptr, indices = values["paged_kv_indptr"], values["paged_kv_indices"]
         for i, row in enumerate(metadata.block_table.tolist()):
             pages = indices[indptr[i] : indptr[i + 1]]
             if row[: len(pages)] != pages:
                 raise ValueError(f"block_table[{i}] is {row}; paged_kv_indices has {pages}")
+
+
+def _check_states(values: dict[str, list[int]], q_lens: list[int], kv_lens: list[int]) -> None:
+    if "linear_state_indices" not in values:
+        if "linear_state_write_indices" in values:
+            raise ValueError("linear_state_write_indices is present without linear_state_indices")
+        return
+    for name in ("linear_state_indices", "linear_state_write_indices"):
+        for i, slot in enumerate(values.get(name, ())):
+            if slot < -1:
+                raise ValueError(f"{name}[{i}] is {slot}; it must be -1 or a state slot")
+    name = "linear_state_write_indices" if "linear_state_write_indices" in values else "linear_state_indices"
+    writer: dict[int, int] = {}
+    for i, slot in enumerate(values[name]):
+        if slot >= 0 and writer.setdefault(slot, i) != i:
+            raise ValueError(f"{name}[{i}] is {slot}; sequences {writer[slot]} and {i} both write it")
+    for i, initial in enumerate(values.get("has_initial_state", ())):
+        if bool(initial) != (kv_lens[i] > q_lens[i]):
+            raise ValueError(
+                f"has_initial_state[{i}] is {bool(initial)}; sequence {i} has {max(kv_lens[i] - q_lens[i], 0)} tokens "
+                "before this step's"
+            )
 
 
 def _check_positions(positions: list[int], values: dict[str, list[int]], q_lens: list[int], num_tokens: int) -> None:

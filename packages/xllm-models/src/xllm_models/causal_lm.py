@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from xllm_attention import Attention, AttentionSpec
+from xllm_attention import Attention, LayerSpec, StateLayer
 from xllm_metadata import CacheSpec
 
 from .config import LAYER_TYPES, TEXT_MODEL_TYPE, ModelConfig, text_config
@@ -217,9 +217,10 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
                 setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def _layer_specs(module: nn.Module) -> list[AttentionSpec]:
+def _layer_specs(module: nn.Module) -> list[LayerSpec]:
     """The spec of every layer with a cache, by layer_id."""
-    specs = {layer.layer_id: layer.spec for layer in module.modules() if isinstance(layer, Attention)}
+    layers = (layer for layer in module.modules() if isinstance(layer, Attention | StateLayer))
+    specs: dict[int, LayerSpec] = {layer.layer_id: layer.spec for layer in layers}
     if sorted(specs) != list(range(len(specs))):
         raise RuntimeError(f"ids of the layers with a cache must count from 0 without a gap, got {sorted(specs)}")
     return [specs[layer_id] for layer_id in range(len(specs))]

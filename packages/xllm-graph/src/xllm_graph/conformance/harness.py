@@ -16,6 +16,7 @@ from xllm_metadata import (
     FIELDS,
     AttentionMetadata,
     BuiltAttentionMetadata,
+    CacheKind,
     LayerCache,
     StaticAttentionMetadata,
     build_attention_metadata,
@@ -41,6 +42,7 @@ class Limits:
     page_size: int
     num_pages: int
     vocab_size: int
+    num_slots: int = 64  # of states, in a model that has them
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class _Request:
     tokens: torch.Tensor  # [max_model_len] int32, host: prompt and answer, drawn in advance
     length: int = 0  # tokens in the cache
     pages: list[int] = field(default_factory=list)
+    slot: int = -1  # of its state, in a model with states
 
 
 class ReplayHarness:
@@ -81,22 +84,34 @@ class ReplayHarness:
         self.device = torch.device(device)
         self.random = torch.Generator().manual_seed(seed)
         self._execute, self._reference = execute, reference
-        self._caches = [tensor for cache in caches for _, tensor in cache.items()]
-        self._reference_caches = [tensor for cache in reference_caches for _, tensor in cache.items()]
-        for tensor in (*self._caches, *self._reference_caches):
+        paged, state = CacheKind.PAGED, CacheKind.STATE
+        self._caches = [tensor for cache in caches for tensor in cache.of_kind(paged)]
+        self._reference_caches = [tensor for cache in reference_caches for tensor in cache.of_kind(paged)]
+        self._states = [tensor for cache in caches for tensor in cache.of_kind(state)]
+        self._reference_states = [tensor for cache in reference_caches for tensor in cache.of_kind(state)]
+        for tensor in (*self._caches, *self._reference_caches, *self._states, *self._reference_states):
             tensor.fill_(float("nan"))
+        num_slots = self._states[0].shape[0] if self._states else 0
+        self._free_slots = torch.randperm(num_slots, generator=self.random).tolist()
         self._free = torch.randperm(limits.num_pages, generator=self.random).tolist()
         self._uses: Counter[int] = Counter()  # by page: requests that read it
         self._requests: dict[int, _Request] = {}
         self._next = 0
 
     def add(self, *, like: int | None = None, shared_pages: int = 0) -> int:
-        """A new request; the first pages may be those of the request `like` (a prefix hit)."""
+        """A new request; the first pages may be those of the request `like` (a prefix hit).
+
+        A model with states has no prefix hits: pages hold keys and values, not the state after them.
+        """
         text = torch.randint(
             0, self.limits.vocab_size, (self.limits.max_model_len,), dtype=torch.int32, generator=self.random
         )
         request = _Request(tokens=text)
-        if like is not None and shared_pages:
+        if self._states:
+            request.slot = self._free_slots.pop()
+        if like is not None and shared_pages and self._states:
+            request.tokens = self._requests[like].tokens.clone()
+        elif like is not None and shared_pages:
             other = self._requests[like]
             request.length = shared_pages * self.limits.page_size
             if request.length > other.length:
@@ -120,12 +135,17 @@ class ReplayHarness:
 
     def drop(self, number: int) -> None:
         """Ends a request; the pages that no other one shares are poisoned."""
-        pages = self._requests.pop(number).pages
+        request = self._requests.pop(number)
+        pages = request.pages
         self._uses.subtract(pages)
         unused = [page for page in pages if not self._uses[page]]
         for tensor in (*self._caches, *self._reference_caches):
             tensor[unused] = float("nan")
         self._free += unused
+        if request.slot >= 0:
+            self._free_slots.append(request.slot)
+            for tensor in (*self._states, *self._reference_states):
+                tensor[request.slot] = float("nan")
 
     def clear(self) -> None:
         """Ends every request."""
@@ -152,13 +172,18 @@ class ReplayHarness:
         if isinstance(runner, DecodeGraphRunner | PiecewiseGraphRunner):
             runner.poison_inputs()
         before = [as_bytes(tensor).clone() for tensor in self._caches]
+        states = [tensor.clone() for tensor in self._states]
         expected = self._reference(tokens, positions, metadata, rows)
         actual = self._run(tokens, positions, metadata, rows)
         error = check_close(Check.LOGITS, "logits", actual, expected)
         check_greedy(actual, expected, error)
         self._check_caches(metadata, before)
+        self._check_states(parts, states)
         if isinstance(runner, DecodeGraphRunner | PiecewiseGraphRunner):
+            written = [tensor.clone() for tensor in self._states]
+            _copy_all(self._states, states)  # `_check_padded` runs the step again, and it must start from the same
             self._check_padded(runner)
+            _copy_all(self._states, written)
         return expected
 
     def step_hidden(self, *parts: tuple[int, int]) -> None:
@@ -204,6 +229,7 @@ class ReplayHarness:
             [request.pages for request in requests],
             page_size,
             self.device,
+            state_slots=[request.slot for request in requests] if self._states else None,
         )
         nothing = torch.zeros(0, dtype=torch.int32)
         return (
@@ -228,6 +254,15 @@ class ReplayHarness:
             if not torch.equal(now, old):
                 raise ConformanceError(Check.CACHE_UNTOUCHED, f"cache {layer} changed outside of the step's slots")
 
+    def _check_states(self, parts: Sequence[tuple[int, int]], before: Sequence[torch.Tensor]) -> None:
+        slots = [self._requests[number].slot for number, _ in parts]
+        computed = [self._requests[number].slot for number, count in parts if count]
+        for index, (actual, expected, old) in enumerate(zip(self._states, self._reference_states, before, strict=True)):
+            check_close(Check.CACHE_CONTENTS, f"written slots of state {index}", actual[computed], expected[computed])
+            others = [slot for slot in range(actual.shape[0]) if slot not in slots]
+            if not torch.equal(as_bytes(actual[others]), as_bytes(old[others])):
+                raise ConformanceError(Check.CACHE_UNTOUCHED, f"state {index} changed outside of the step's slots")
+
     def _check_padded(self, runner: DecodeGraphRunner | PiecewiseGraphRunner) -> None:
         if isinstance(runner, DecodeGraphRunner):
             size = runner.metadata.slot_mapping.shape[0]
@@ -251,6 +286,11 @@ class ReplayHarness:
             if not bool(torch.isfinite(actual).all()):
                 raise ConformanceError(Check.PADDED_FINITE, f"{name}: NaN or infinity in a padding row")
             check_bits(name, actual, expected)
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _live(metadata: StaticAttentionMetadata) -> AttentionMetadata:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from xllm_attention import AttentionSpec
+
 from ..causal_lm import CausalLM
 from .routing import Choice
 from .trace import Trace
@@ -25,7 +27,8 @@ def blind_spots(
     if constant:
         more = f" and {len(constant) - 1} more" if len(constant) > 1 else ""
         yield f"{constant[0]}{more} have the same value everywhere: a port that ignores them may pass"
-    windows = {spec.sliding_window for spec in model.layer_specs if spec.sliding_window >= num_tokens}
+    attention = [spec for spec in model.layer_specs if isinstance(spec, AttentionSpec)]
+    windows = {spec.sliding_window for spec in attention if spec.sliding_window >= num_tokens}
     if windows:
         listed = ", ".join(map(str, sorted(windows)))
         yield f"no query of {num_tokens} tokens leaves a sliding window of {listed}: a longer prompt compares windows"

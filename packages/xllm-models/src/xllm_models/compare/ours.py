@@ -61,10 +61,13 @@ def trace_ours(
     positions = torch.arange(num_tokens, device=model.device, dtype=torch.int32)
     prefill = max(num_tokens - num_decode, 1)
     pages = [list(range(-(-num_tokens // PAGE_SIZE)))]
+    slots = [0] if "linear_state_indices" in backend.optional_fields else None
     with torch.no_grad(), observed(model, observe, running), recorder:
         start = 0
         for end in range(prefill, num_tokens + 1):
-            metadata = build_attention_metadata([end - start], [end], pages, PAGE_SIZE, device=str(model.device))
+            metadata = build_attention_metadata(
+                [end - start], [end], pages, PAGE_SIZE, device=model.device, state_slots=slots
+            )
             backend.plan(metadata)
             with forward_context(backend):
                 logits = model.compute_logits(model(ids[start:end], positions[start:end]))

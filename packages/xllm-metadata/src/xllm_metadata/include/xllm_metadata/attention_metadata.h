@@ -37,6 +37,7 @@ struct AttentionMetadata {
   XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, kv_seq_lens);             ///< [B], device
   XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, q_seq_lens);              ///< [B], device
   XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, linear_state_indices);    ///< [B], device
+  XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, linear_state_write_indices);  ///< [B], device
   XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, has_initial_state);       ///< [B] bool, device
   XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, dp_token_counts);         ///< [R], host
   XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, dp_is_decode);            ///< [R] bool, host
