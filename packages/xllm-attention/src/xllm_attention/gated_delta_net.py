@@ -123,7 +123,7 @@ class GatedDeltaNetSpec(StateSpec):
         high = mixed.dtype
         mixed = functional.silu(mixed.to(dtype)).to(high)
         key_size = self.num_k_heads * self.head_k_dim
-        q, k, v = mixed.split((key_size, key_size, self.num_v_heads * self.head_v_dim), dim=1)
+        q, k, v = torch.split(mixed, [key_size, key_size, self.num_v_heads * self.head_v_dim], dim=1)
         group_size = self.num_v_heads // self.num_k_heads
         q, k = (
             (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)).repeat_interleave(group_size, dim=1)
