@@ -20,10 +20,6 @@ nlohmann::json to_json(const StepTimes& times) {
   return {{"count", times.count}, {"seconds", std::chrono::duration<double>(times.total).count()}};
 }
 
-std::string refused_event(const RefusedLine& refused, int64_t number) {
-  return error_event(refused.id, number, refused.type, refused.message);
-}
-
 }  // namespace
 
 Engine::Engine(StepModel& model, BlockManager& blocks, EngineLimits limits, Write write, Log log)
@@ -93,7 +89,7 @@ void Engine::handle_lines() {
     if (auto* request = std::get_if<Request>(&line.content)) {
       accept(std::move(*request));
     } else if (const auto* refused = std::get_if<RefusedLine>(&line.content)) {
-      events_ += refused_event(*refused, line.number);
+      events_ += error_event(refused->id, line.number, refused->type, refused->message);
     } else if (const auto* command = std::get_if<PauseCommand>(&line.content)) {
       is_paused_ = command->pause;
     } else if (const auto* command = std::get_if<CancelCommand>(&line.content)) {
@@ -249,14 +245,7 @@ std::string Engine::last_events(const std::string& message, Inbox& inbox) {
   }
   std::deque<InputLine> lines = std::move(lines_);
   std::ranges::move(inbox.take_all(), std::back_inserter(lines));
-  for (const InputLine& line : lines) {
-    if (const auto* request = std::get_if<Request>(&line.content)) {
-      events += error_event(request->id, line.number, kInternal, message);
-    } else if (const auto* refused = std::get_if<RefusedLine>(&line.content)) {
-      events += refused_event(*refused, line.number);
-    }
-  }
-  return events;
+  return events + unserved_events(lines, message);
 }
 
 void Engine::retire(const Sequence& sequence, bool has_failed) {

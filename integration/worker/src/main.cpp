@@ -7,6 +7,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "line_io.h"
@@ -28,9 +29,10 @@ int report(const std::string& message, int exit_code) {
 
 int exit_code_of(const StopSignals& signals) { return signals.received() == 0 ? 0 : 128 + signals.received(); }
 
-void serve_single_rank(const WorkerOptions& options, const RankConfig& config, StopSignals& signals) {
-  ProtocolOutput output;
+void serve_single_rank(const WorkerOptions& options, const RankConfig& config, ProtocolOutput& output,
+                       StopSignals& signals) {
   check_checkpoint(options.model);
+  report_signals_of_start(output, signals);
   start_python(options);
   const std::unique_ptr<LoadedModel> loaded = load_model(options, config);
   const ServerInfo info = make_server_info(options, *loaded);
@@ -85,8 +87,7 @@ std::string failure_message(RankGroup& ranks, const std::string& message) {
 
 // Runs one of several ranks and ends with _exit: other threads may be stuck in collectives with dead ranks.
 [[noreturn]] void run_rank(const WorkerOptions& options, const std::vector<std::string>& args, const RankConfig& config,
-                           StopSignals& signals) {
-  ProtocolOutput output;
+                           ProtocolOutput& output, StopSignals& signals) {
   RendezvousOptions rendezvous;
   rendezvous.start_timeout = std::chrono::seconds(options.tp_start_timeout);
   rendezvous.timeout = std::chrono::seconds(options.tp_timeout);
@@ -94,10 +95,12 @@ std::string failure_message(RankGroup& ranks, const std::string& message) {
   std::unique_ptr<RankGroup> ranks;
   try {
     check_checkpoint(options.model);
+    if (config.rank == 0) report_signals_of_start(output, signals);
     ranks = std::make_unique<RankGroup>(config, args, rendezvous);
     serve_rank(options, *ranks, output, signals);
     exit_code = exit_code_of(signals);
   } catch (const std::exception& error) {
+    std::ignore = signals.received();  // waits for a handler, which may end the process: the signal has ended the other ranks, too
     const std::string message = ranks ? failure_message(*ranks, error.what()) : error.what();
     exit_code = report(config.rank == 0 ? message : "on rank " + std::to_string(config.rank) + ": " + message, 1);
   }
@@ -114,10 +117,11 @@ int run(const std::vector<std::string>& args) {
       std::cout << help_text() << std::flush;
       return std::cout ? 0 : report("stdout: the help text cannot be written", 1);
     }
+    ProtocolOutput output;
     StopSignals signals;
     const RankConfig config = resolve_rank_config(options, process_environment);
-    if (config.size > 1) run_rank(options, args, config, signals);
-    serve_single_rank(options, config, signals);
+    if (config.size > 1) run_rank(options, args, config, output, signals);
+    serve_single_rank(options, config, output, signals);
     if (signals.received() != 0) {  // skips the teardown of libraries, which can be slow
       flush_logs();
       _exit(exit_code_of(signals));

@@ -218,6 +218,18 @@ std::string error_event(const std::optional<std::string>& id,
                   {"error", {{"type", type}, {"message", message}}}});
 }
 
+std::string unserved_events(const std::deque<InputLine>& lines, const std::string& message) {
+  std::string events;
+  for (const InputLine& line : lines) {
+    if (const auto* request = std::get_if<Request>(&line.content)) {
+      events += error_event(request->id, line.number, kInternal, message);
+    } else if (const auto* refused = std::get_if<RefusedLine>(&line.content)) {
+      events += error_event(refused->id, line.number, refused->type, refused->message);
+    }
+  }
+  return events;
+}
+
 std::string stats_event(const json& executor, const json& scheduler) {
   return to_line({{"event", "stats"}, {"executor", executor}, {"scheduler", scheduler}});
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
@@ -82,6 +83,8 @@ std::string error_event(const std::optional<std::string>& id,
                         int64_t line,
                         std::string_view type,
                         const std::string& message);
+// An error event for each request, and for each refused line. Commands get none.
+std::string unserved_events(const std::deque<InputLine>& lines, const std::string& message);
 std::string stats_event(const nlohmann::json& executor, const nlohmann::json& scheduler);
 
 }  // namespace xllm_worker

@@ -1,6 +1,4 @@
 // Adapts the Python model to LoadedModel: one execute call into embedded Python per step.
-#include <unistd.h>
-
 #include <utility>
 
 #include "line_io.h"
@@ -15,12 +13,11 @@ namespace {
 using xllm_executor::PyCausalLM;
 using xllm_executor::PyExecutor;
 
-// A single rank shows the progress of its warm-up on a terminal; several would write over each other.
-xllm_executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool single_rank,
+xllm_executor::Config executor_config(const WorkerOptions& options, const ServerInfo& info, bool progress,
                                       bool cut_collectives) {
   return {.python_graph_backend = options.python_graph_backend,
           .graph_cut_collectives = cut_collectives,
-          .progress = single_rank && isatty(STDERR_FILENO) == 1,
+          .progress = progress,
           .max_tokens_per_batch = options.max_tokens_per_batch,
           .max_model_len = info.max_model_len};
 }
@@ -31,11 +28,12 @@ class PythonTensorModel : public TensorModel {
                     const WorkerOptions& options,
                     const ServerInfo& info,
                     const std::vector<std::vector<at::Tensor>>& caches,
-                    std::optional<xllm_executor::TensorParallelGroup> group)
+                    std::optional<xllm_executor::TensorParallelGroup> group,
+                    bool progress)
       : model_(std::move(model)),
         executor_(model_,
                   // No CUDA graph can hold gloo's collectives.
-                  executor_config(options, info, !group.has_value(),
+                  executor_config(options, info, progress,
                                   group && model_.device().is_cuda() && options.tp_backend == "gloo"),
                   options.max_seqs_per_batch),
         group_(std::move(group)) {
@@ -64,7 +62,8 @@ class PythonTensorModel : public TensorModel {
 
 class LoadedPythonModel : public LoadedModel {
  public:
-  explicit LoadedPythonModel(PyCausalLM model) : model_(std::move(model)) {}
+  // progress: show the warm-up's progress on stderr.
+  LoadedPythonModel(PyCausalLM model, bool progress) : model_(std::move(model)), progress_(progress) {}
 
   const ModelArgs& args() const override { return model_->args(); }
   at::ScalarType dtype() const override { return model_->dtype(); }
@@ -77,17 +76,19 @@ class LoadedPythonModel : public LoadedModel {
                                        const std::optional<xllm_executor::TensorParallelGroup>& group) override {
     PyCausalLM model = std::move(model_.value());
     model_.reset();
-    return std::make_unique<PythonTensorModel>(std::move(model), options, info, caches, group);
+    return std::make_unique<PythonTensorModel>(std::move(model), options, info, caches, group, progress_);
   }
 
  private:
   std::optional<PyCausalLM> model_;
+  bool progress_;
 };
 
 }  // namespace
 
 std::unique_ptr<LoadedModel> load_python_model(const xllm_executor::LoadOptions& options, const ParallelArgs& parallel) {
-  return std::make_unique<LoadedPythonModel>(PyCausalLM::load(options, parallel));
+  // One rank speaks for all: they capture the same graphs at the same time.
+  return std::make_unique<LoadedPythonModel>(PyCausalLM::load(options, parallel), parallel.tp_rank() == 0);
 }
 
 }  // namespace xllm_worker

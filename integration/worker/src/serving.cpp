@@ -3,9 +3,12 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <deque>
 #include <exception>
 #include <future>
+#include <limits>
 #include <string>
+#include <thread>
 
 #include "block_manager.h"
 #include "engine.h"
@@ -19,7 +22,35 @@ namespace {
 constexpr std::chrono::milliseconds kStopGrace{1500};
 constexpr std::chrono::milliseconds kLastEventsLimit{150};  // to get them from the engine, and again to write them
 
+// Nobody knows the model's limits before it is loaded. These refuse no request.
+constexpr int64_t kAnyLength = int64_t{1} << 24;
+constexpr RequestLimits kAnyRequest{std::numeric_limits<int32_t>::max(), kAnyLength, kAnyLength};
+
+std::string stop_message(int number) { return "the worker was stopped by " + signal_name(number); }
+
+// The lines of stdin that can be read at once.
+std::deque<InputLine> waiting_lines() {
+  Inbox inbox(kAnyLength);
+  const LineReader reader = read_requests(STDIN_FILENO, kAnyRequest, inbox);
+  std::this_thread::sleep_for(kLastEventsLimit);
+  inbox.close();
+  return inbox.take_all();
+}
+
 }  // namespace
+
+void report_signals_of_start(ProtocolOutput& output, StopSignals& signals) {
+  signals.set_handler([&output](int number) {
+    write_log("stopped by " + signal_name(number));
+    try {
+      output.write(unserved_events(waiting_lines(), stop_message(number)), kLastEventsLimit);
+    } catch (const std::exception& error) {
+      write_log(std::string("error: ") + error.what());
+    }
+    flush_logs();
+    _exit(128 + number);
+  });
+}
 
 void serve(const WorkerOptions& options,
            const ServerInfo& info,
@@ -63,7 +94,7 @@ void serve(const WorkerOptions& options,
   const HandlersEnd handlers_end{signals, link};
   if (link != nullptr) link->set_on_stuck(report_and_abandon);
   signals.set_handler([&](int number) {
-    const std::string message = "the worker was stopped by " + signal_name(number);
+    const std::string message = stop_message(number);
     engine.stop(message);
     inbox.close();
     if (has_ended.wait_for(kStopGrace) == std::future_status::ready) return;

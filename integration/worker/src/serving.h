@@ -10,6 +10,10 @@
 
 namespace xllm_worker {
 
+// Call before the model is loaded. Until serve(), a signal fails the requests that wait in stdin, and ends the process
+// with 128 + number. `output` must outlive `signals`.
+void report_signals_of_start(ProtocolOutput& output, StopSignals& signals);
+
 // Writes the events to `output` until the end of stdin or a signal; then shuts the model down. `link` connects the
 // ranks; null with one rank. When a step does not end after a signal, it ends the process with 128 + number.
 void serve(const WorkerOptions& options,

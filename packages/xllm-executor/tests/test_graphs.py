@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -257,13 +259,40 @@ def test_weights_loaded_again_are_what_graphs_use(small_model: CausalLM, make_ca
     assert_same(run_all(executor), reference)
 
 
-def test_a_progress_bar_only_when_asked(
-    small_model: CausalLM, make_caches: Caches, capsys: pytest.CaptureFixture[str]
+def test_progress_on_stderr_only_when_asked(
+    small_model: CausalLM, make_caches: Caches, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A bar on a terminal, and lines elsewhere."""
     make_executor(small_model, make_caches)
     assert capsys.readouterr().err == ""
     make_executor(small_model, make_caches, progress=True)
-    assert "capturing graphs: 100%" in capsys.readouterr().err
+    assert capsys.readouterr().err == "warm-up: 9 of 9 graphs captured, last decode_graph 1\n"
+    monkeypatch.setattr("xllm_executor.executor._LOG_INTERVAL", 0.0)
+    make_executor(small_model, make_caches, progress=True)
+    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
+        f"warm-up: {number} of 9 graphs captured" for number in range(1, 10)
+    ]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    make_executor(small_model, make_caches, progress=True)
+    shown = capsys.readouterr().err
+    assert "capturing graphs: 100%" in shown
+    assert "warm-up" not in shown
+
+
+class _Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("stderr", [None, _Broken()])
+def test_a_progress_that_cannot_be_written_fails_nothing(
+    small_model: CausalLM, make_caches: Caches, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO | None
+) -> None:
+    monkeypatch.setattr("sys.stderr", stderr)
+    executor = make_executor(small_model, make_caches, progress=True)
+    monkeypatch.undo()
+    run_all(executor)
+    assert "eager" not in executor.stats()["steps"]
 
 
 def test_cuda_graphs_on_a_cpu_are_refused(small_model: CausalLM, make_caches: Caches) -> None:

@@ -33,7 +33,8 @@ class ExecutorConfig:
             backend cannot be captured, such as gloo on CUDA.
         logits_in_graph: whether decode graphs compute the logits; False for a host that asks for hidden states.
         eager_is_error: raise an error when graphs are enabled but no graph can run a step.
-        progress: show a progress bar of the warm-up on stderr.
+        progress: show the warm-up's progress on stderr: a bar on a terminal, else a line every two seconds and at the
+            end. Without it these lines are log records.
         attention_backend: one of `xllm_attention.available_backends()`, a choice per phase such as
             "decode=triton,prefill=flashinfer", or `auto`, which chooses one for each step.
         max_tokens_per_batch: largest number of tokens in a step.

@@ -6,6 +6,7 @@ that the host has built.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -33,7 +34,7 @@ from .runners import Sizes, make_runners
 from .token_ids import check_token_ids, reading_waits
 
 _LOGGER = logging.getLogger(__name__)
-_LOG_INTERVAL = 2.0  # seconds between two records of the warm-up's progress
+_LOG_INTERVAL = 2.0  # seconds between two lines about the warm-up's progress
 
 
 class ModelExecutor:
@@ -255,7 +256,8 @@ class ModelExecutor:
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
         runners.eager.execute(zero, zero, _padding_step(self._backend), zero)
         total = runners.num_captures
-        bar = tqdm(total=total, desc="capturing graphs", file=sys.stderr, disable=not (total and self.config.progress))
+        shows_bar = self.config.progress and sys.stderr is not None and sys.stderr.isatty()
+        bar = tqdm(total=total, desc="capturing graphs", file=sys.stderr, disable=not (total and shows_bar))
         logged = time.monotonic()
         num_done = 0
 
@@ -263,14 +265,22 @@ class ModelExecutor:
             nonlocal logged, num_done
             num_done += 1
             _advance(bar, f"{report.runner} {report.size}")
-            if num_done == total or time.monotonic() - logged >= _LOG_INTERVAL:
+            if not shows_bar and (num_done == total or time.monotonic() - logged >= _LOG_INTERVAL):
                 logged = time.monotonic()
-                _LOGGER.info(
-                    "warm-up: %d of %d graphs captured, last %s %d", num_done, total, report.runner, report.size
-                )
+                last = f"last {report.runner} {report.size}"
+                self._report(f"warm-up: {num_done} of {total} graphs captured, {last}")
 
         with bar:
             runners.warmup(on_capture)
+
+    def _report(self, line: str) -> None:
+        if not self.config.progress:
+            _LOGGER.info("%s", line)
+        elif sys.stderr is not None:  # None: closed at the start of the process
+            # A full stderr that does not block must not fail the warm-up.
+            with contextlib.suppress(OSError):
+                sys.stderr.write(line + "\n")
+                sys.stderr.flush()
 
     def _num_plans(self) -> list[int]:
         """Plans of steps by attention group, without those of the warm-up."""

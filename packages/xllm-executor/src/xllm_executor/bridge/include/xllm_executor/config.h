@@ -26,7 +26,7 @@ struct Config {
   bool logits_in_graph = true;
   /// Refuse a step that no graph can run, when graphs are enabled.
   bool eager_is_error = false;
-  /// Show a progress bar of the warm-up on stderr.
+  /// Show the warm-up's progress on stderr: a bar on a terminal, else a line every two seconds and at the end.
   bool progress = false;
   /// Attention backend, such as "flashinfer", "decode=triton,prefill=flashinfer", or "auto", which chooses per step.
   std::string attention_backend = "auto";
