@@ -107,7 +107,7 @@ def demo(session: nox.Session) -> None:
     """
     python = _worker_environment(session)
     worker = _build_worker(session, python)
-    # The worker has the cores for itself. On two of them, PASSIVE cost 31 % of its tokens/s.
+    # The worker has the cores for itself: its OpenMP threads may spin, so that none must be woken for the next op.
     run = _runner(session, python, PYTHONPATH=str(TEXT_FRONT), OMP_WAIT_POLICY=None)
     arguments = list(session.posargs) or ["What is the capital of France?"]
     if not any(argument.split("=")[0] == "--model" for argument in arguments):
