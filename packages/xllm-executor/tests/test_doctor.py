@@ -82,6 +82,30 @@ def test_a_broken_torch(tmp_path: Path, statement: str, finding: str) -> None:
     assert f"FAIL torch               {finding}" in lines.stdout
 
 
+@pytest.mark.parametrize(
+    "use", ["import xllm_executor; xllm_executor.ModelExecutor", "from xllm_executor import ModelExecutor"]
+)
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [
+        ("raise OSError('libtorch_cpu.so: cannot open shared object file')", "OSError: libtorch_cpu.so: cannot open"),
+        ("raise ImportError('undefined symbol: x')", "ImportError: undefined symbol: x"),
+        ("raise RuntimeError('no such op')", "RuntimeError: no such op"),
+        ("", "ImportError: xllm_executor.ModelExecutor cannot be imported: module 'torch' has no attribute"),
+    ],
+)
+def test_a_broken_torch_fails_the_first_use(tmp_path: Path, use: str, statement: str, error: str) -> None:
+    """The package itself is imported without torch; the class names the cause, and does not seem to be absent."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"{statement}\n")
+    result = subprocess.run(
+        [sys.executable, "-c", f"import xllm_executor; print('imported'); {use}; print('used')"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (1, "imported\n")
+    assert result.stderr.splitlines()[-1].startswith(error), result.stderr
+
+
 TORCH = """
 __version__ = VERSION
 compiled_with_cxx11_abi = lambda: ABI

@@ -25,4 +25,7 @@ _MODULES = {"ExecutorConfig": ".config", "ModelExecutor": ".executor"}
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name], __name__), name)
+    try:
+        return getattr(importlib.import_module(_MODULES[name], __name__), name)
+    except AttributeError as error:  # of a broken torch; Python would take it for the absence of the class
+        raise ImportError(f"{__name__}.{name} cannot be imported: {error}") from error
