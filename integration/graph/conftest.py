@@ -42,6 +42,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "tie_word_embeddings": False,
     },
+    "mixtral": {
+        "model_type": "mixtral", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "tie_word_embeddings": False,
+    },
+    "olmo2": {
+        "model_type": "olmo2", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    },
+    "glm4_moe": {  # groups of experts, a shared expert, a dense first layer
+        "model_type": "glm4_moe", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "use_qk_norm": True,
+    },
 }  # fmt: skip
 COMMON = {"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "float32"}
 LIMITS = Limits(max_num_seqs=11, max_num_tokens=24, max_model_len=40, page_size=4, num_pages=140, vocab_size=131)

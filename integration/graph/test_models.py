@@ -24,7 +24,10 @@ def test_scenario(make_setup: MakeSetup, family: str, scenario: Scenario) -> Non
     assert stats["graph_misses"] == {}
 
 
-@pytest.mark.parametrize(("other", "num_groups"), [("mistral", 1), ("gemma3_text", 2), ("qwen3_moe", 1)])
+@pytest.mark.parametrize(
+    ("other", "num_groups"),
+    [("mistral", 1), ("gemma3_text", 2), ("qwen3_moe", 1), ("mixtral", 1), ("olmo2", 1), ("glm4_moe", 1)],
+)
 def test_other_families(make_setup: MakeSetup, other: str, num_groups: int) -> None:
     """Sliding windows, several attention groups with a plan each, and experts that are selected on the device."""
     setup = make_setup(other)

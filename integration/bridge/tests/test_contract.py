@@ -76,6 +76,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32, "final_logit_softcapping": 30.0,
         "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh",
     },
+    "mixtral": {"num_local_experts": 4, "sliding_window": 16},
+    "olmo2": {"attention_bias": True},
+    "glm4_moe": {
+        "head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 2,
+        "first_k_dense_replace": 2, "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.25,
+    },
     "phi3": {
         "original_max_position_embeddings": 32,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16},

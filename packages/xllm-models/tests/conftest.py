@@ -84,6 +84,9 @@ def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):
+                    buffer.copy_(torch.linspace(-0.3, 0.3, buffer.numel()).reshape(buffer.shape))
         directory = tmp_path_factory.mktemp(f"{model_type}-{seed}-")
         model.save_pretrained(directory)
         return model, directory

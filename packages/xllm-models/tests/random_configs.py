@@ -99,6 +99,53 @@ def mistral(rng: Random) -> Config:
     return _common(rng) | _rope(rng) | {"sliding_window": rng.choice((None, _window(rng)))}
 
 
+def mixtral(rng: Random) -> Config:
+    num_experts = rng.choice((2, 5, 8))
+    return (
+        _common(rng)
+        | _rope(rng)
+        | {
+            "num_local_experts": num_experts,
+            "num_experts_per_tok": rng.randrange(1, min(num_experts, 4) + 1),
+            "sliding_window": rng.choice((None, _window(rng))),
+        }
+    )
+
+
+def olmo2(rng: Random) -> Config:
+    config = _common(rng)
+    # Its config class knows no head_dim.
+    del config["head_dim"]
+    config["hidden_size"] = config["num_attention_heads"] * rng.choice((8, 12))
+    return config | _rope(rng) | {"attention_bias": rng.random() < 0.5}
+
+
+def glm4_moe(rng: Random) -> Config:
+    num_groups = rng.choice((1, 2, 4))
+    num_experts = num_groups * rng.choice((2, 3, 4))
+    top_groups = rng.randrange(1, num_groups + 1)
+    most = top_groups * num_experts // num_groups
+    rope = _rope(rng)
+    rope["rope_parameters"]["partial_rotary_factor"] = rng.choice((0.5, 0.5, 1.0))
+    return (
+        _common(rng, head_dims=(8, 16, 24))
+        | rope
+        | {
+            "attention_bias": rng.random() < 0.5,
+            "use_qk_norm": rng.random() < 0.5,
+            "n_routed_experts": num_experts,
+            "num_experts_per_tok": rng.randrange(1, min(most, 4) + 1),
+            "moe_intermediate_size": rng.choice((8, 12, 20)),
+            "norm_topk_prob": rng.random() < 0.5,
+            "n_shared_experts": rng.choice((1, 2)),
+            "first_k_dense_replace": rng.choice((0, 1, 1, 2)),
+            "routed_scaling_factor": rng.choice((1.0, 1.7)),
+            "n_group": num_groups,
+            "topk_group": top_groups,
+        }
+    )
+
+
 def gemma3_text(rng: Random) -> Config:
     config = _common(rng)
     config["num_hidden_layers"] = 3
@@ -139,7 +186,8 @@ def phi3(rng: Random) -> Config:
 
 
 FAMILIES: dict[str, Callable[[Random], Config]] = {
-    draw.__name__: draw for draw in (llama, qwen2, qwen3, qwen3_moe, mistral, gemma3_text, phi3)
+    draw.__name__: draw
+    for draw in (llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, olmo2, glm4_moe, gemma3_text, phi3)
 }
 
 

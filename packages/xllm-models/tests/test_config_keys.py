@@ -20,7 +20,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from xllm_models import ModelConfig, get_model_class, load_model
-from xllm_models.config import EXPERT_KEYS, OPTIONAL_KEYS
+from xllm_models.config import OPTIONAL_KEYS
 
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 
@@ -40,8 +40,11 @@ SMALL: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "sliding_window_pattern": 2},
+    "glm4_moe": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "llama": {},
     "mistral": {"head_dim": 8},
+    "mixtral": {"head_dim": 8, "num_local_experts": 4},
+    "olmo2": {},
     "phi3": {"pad_token_id": None},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
@@ -50,10 +53,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Refused here, although HF's model runs: it ignores the key in silence, or computes what no kernel here does. The text
 # is in the error.
 STRICTER: dict[str, tuple[tuple[str, ...], str]] = {
-    "chunked layer types": (("llama", "phi3", "qwen3_moe"), "layer_types has 'chunked_attention' for layer 0"),
-    "rope per layer type": (("llama", "mistral", "phi3", "qwen3_moe"), "rope_parameters per layer type"),
+    "chunked layer types": (
+        ("glm4_moe", "llama", "mixtral", "olmo2", "phi3", "qwen3_moe"),
+        "layer_types has 'chunked_attention' for layer 0",
+    ),
+    "rope per layer type": (
+        ("glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen3_moe"),
+        "rope_parameters per layer type",
+    ),
     "per layer": (("qwen2", "qwen3"), "per_layer_config"),
-    "hidden_act": (("qwen3_moe",), "hidden_act 'gelu' of experts"),
+    "hidden_act": (("glm4_moe", "mixtral", "qwen3_moe"), "hidden_act 'gelu' of experts"),
     "soft cap of attention": (("gemma3_text",), "attn_logit_softcapping 5.0"),
     "bidirectional": (("gemma3_text",), "use_bidirectional_attention True"),
     "one rope for all layer types": (("gemma3_text",), "rope_parameters"),
@@ -246,9 +255,12 @@ def test_absent_keys_have_the_values_of_the_hf_class(family: str) -> None:
     if config.sliding_rope is not None:
         assert config.sliding_rope.theta == ropes["sliding_attention"]["rope_theta"]
     if config.moe is not None:
-        assert (config.moe.num_experts, config.moe.num_experts_per_token) == (hf.num_experts, hf.num_experts_per_tok)
-        assert config.moe.intermediate_size == hf.moe_intermediate_size
-        assert (config.moe.normalize, config.moe.sparse_step) == (hf.norm_topk_prob, hf.decoder_sparse_step)
+        num_experts = getattr(hf, "num_experts", getattr(hf, "n_routed_experts", None))
+        assert (config.moe.num_experts, config.moe.num_experts_per_token) == (num_experts, hf.num_experts_per_tok)
+        assert config.moe.intermediate_size == getattr(hf, "moe_intermediate_size", hf.intermediate_size)
+        assert config.moe.normalize == getattr(hf, "norm_topk_prob", True)
+        assert config.moe.sparse_step == getattr(hf, "decoder_sparse_step", 1)
+    assert config.own == {key: getattr(hf, key) for key in config.own}
 
 
 def keys_in_source(config_class: type) -> set[str]:
@@ -263,7 +275,8 @@ def test_a_family_reads_the_optional_keys_of_its_hf_class(family: str) -> None:
         expected |= keys_in_source(CONFIG_MAPPING["ministral"])
     declared = get_model_class(family).optional_keys
     assert declared is not None
-    assert set(declared) - {"n_routed_experts"} == expected
+    # Qwen3-MoE reads the name of GLM and DeepSeek too.
+    assert set(declared) - ({"n_routed_experts"} if family == "qwen3_moe" else set()) == expected
 
 
 def test_keys_without_effect_are_reported_once(
@@ -308,7 +321,10 @@ def test_the_page_lists_the_families_that_read_a_key() -> None:
         "Qwen2": "qwen2",
         "Qwen3": "qwen3",
         "Qwen3-MoE": "qwen3_moe",
+        "GLM-4.5": "glm4_moe",
         "Mistral": "mistral",
+        "Mixtral": "mixtral",
+        "OLMo-2": "olmo2",
         "Gemma 3": "gemma3_text",
         "Phi-3": "phi3",
     }
@@ -317,6 +333,6 @@ def test_the_page_lists_the_families_that_read_a_key() -> None:
     for keys, families in re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE):
         for key in re.findall(r"`(\w+)`", keys):
             listed[key] = {names[family] for family in families.split(", ")}
-    assert set(listed) == OPTIONAL_KEYS - (set(EXPERT_KEYS) - {"num_experts"})
+    assert set(listed) == OPTIONAL_KEYS
     for key, found in listed.items():
         assert found == {family for family in FAMILIES if key in (get_model_class(family).optional_keys or ())}

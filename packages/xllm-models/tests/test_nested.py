@@ -221,6 +221,7 @@ PREFIXED: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "phi3": {"pad_token_id": None},  # one tensor for q, k and v
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 4},  # renamed too
 }
 
 

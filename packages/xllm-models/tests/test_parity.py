@@ -104,7 +104,10 @@ def test_random_configs_equal_hf_on_1_2_and_4_ranks(
             assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"],
+)
 def test_bf16_stays_as_near_to_fp32_as_hf_does(
     model_type: str,
     write_checkpoint: Callable[..., Any],
@@ -114,6 +117,8 @@ def test_bf16_stays_as_near_to_fp32_as_hf_does(
     own = {
         "phi3": {"pad_token_id": None},
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "mixtral": {"num_local_experts": 4},
+        "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     }
     hf, directory = write_checkpoint(model_type, head_dim=8, **own.get(model_type, {}))
     exact = hf_logits(hf)

@@ -167,17 +167,18 @@ class CausalLM(nn.Module, ABC):
                 f"weights of rank {tp_rank} of {tp_size} do not fit a model built as rank {self.tp.rank} of "
                 f"{self.tp.size}"
             )
-        state_dicts = without_prefixes(read_once(state_dicts), self.weight_map)
-        ignored = self.weight_map.count_ignored(name for one in state_dicts for name in list(one.keys()))
+        weight_map = self.weight_map.for_num_layers(self.config.num_layers)
+        state_dicts = without_prefixes(read_once(state_dicts), weight_map)
+        ignored = weight_map.count_ignored(name for one in state_dicts for name in list(one.keys()))
         if ignored:
             listed = ", ".join(f"{count} of {pattern}" for pattern, count in ignored.items())
             _LOGGER.warning("tensors of the checkpoint that %s ignores: %s", type(self).__name__, listed)
         if self.config.quantization is not None:
             state_dicts = dequantized(state_dicts, self.config.quantization)
-        state_dicts = in_layer_layout(state_dicts, self.weight_map)
+        state_dicts = in_layer_layout(state_dicts, weight_map)
         tied = self.config.tie_word_embeddings
         try:
-            load_weights(self, self.weight_map, state_dicts, tied=tied, config=self.config, progress=progress)
+            load_weights(self, weight_map, state_dicts, tied=tied, config=self.config, progress=progress)
         except WeightError:  # raised before the first write
             raise
         except BaseException:

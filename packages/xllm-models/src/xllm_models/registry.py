@@ -22,9 +22,12 @@ _BUILT_IN = {
     for module, class_name, *names in (
         # Of a checkpoint with a vision tower, the text model is served.
         ("gemma3", "Gemma3ForCausalLM", "gemma3_text", "Gemma3ForConditionalGeneration", "gemma3"),
+        ("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe"),
         ("llama", "LlamaForCausalLM", "llama"),
         ("mistral", "MistralForCausalLM", "mistral", "Mistral3ForConditionalGeneration", "mistral3"),
         ("mistral", "MistralForCausalLM", "MinistralForCausalLM", "ministral"),
+        ("mixtral", "MixtralForCausalLM", "mixtral"),
+        ("olmo2", "Olmo2ForCausalLM", "olmo2"),
         ("phi3", "Phi3ForCausalLM", "phi3"),
         ("qwen2", "Qwen2ForCausalLM", "qwen2"),
         ("qwen2", "Qwen2VLForConditionalGeneration", "qwen2_vl"),

@@ -25,11 +25,17 @@ FAMILIES = {
     "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
     "llama": {"attention_bias": True},
     "mistral": {"sliding_window": 5},
+    "mixtral": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5},
+    "olmo2": {},
+    "glm4_moe": {
+        "head_dim": 8, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+    },
     "phi3": {"pad_token_id": None},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,6 +51,14 @@ def test_every_family_passes(
     assert "without a counterpart" not in out
     for module in ("embed_tokens", "layers.1.self_attn.qkv_proj", "layers.1.self_attn.attn.q", "layers.1.mlp", "norm"):
         assert f"model.{module} " in out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_in_bfloat16(
+    family: str, write_checkpoint: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, directory = write_checkpoint(family, **FAMILIES[family])
+    assert main(["compare", str(directory), "--dtype", "bfloat16"]) == 0, capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

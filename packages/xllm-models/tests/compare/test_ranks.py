@@ -70,6 +70,13 @@ def test_the_first_module_that_differs_is_named(fault: str, size: int, llama: Pa
         ("phi3", {"pad_token_id": None}),
         ("qwen2", {}),
         ("qwen3_moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        ("mixtral", {"head_dim": 8, "num_local_experts": 4}),
+        ("olmo2", {"attention_bias": True}),
+        (
+            "glm4_moe",
+            {"head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            | {"n_group": 4, "topk_group": 2, "use_qk_norm": True},
+        ),
     ],
 )
 def test_right_families_have_no_difference(

@@ -17,7 +17,9 @@ from xllm_models import TensorParallel, WeightError, get_model_class
 from xllm_models.models.llama import LlamaForCausalLM
 
 Tensors = dict[str, torch.Tensor]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
+FAMILIES = (
+    *("llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", "phi3"),
+)
 
 
 class CountingStateDict:

@@ -22,7 +22,9 @@ for config in json.loads(sys.argv[1]):
         get_model_class(config["model_type"])(config, tp=TensorParallel(size=size))
     assert not {"torch._dynamo", "sympy"} & set(sys.modules), config["model_type"]
 """
-FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = (
+    *("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+)
 
 
 def test_building_a_model_imports_no_compiler(draw_config: Callable[[str, int], dict[str, Any]]) -> None:
@@ -45,3 +47,34 @@ def test_scalars_on_the_cpu_keep_their_values() -> None:
     model = nn.ModuleDict({"decoder": ScalarOnCpu(), "lm_head": nn.Identity()})
     run_on_meta(model, decoder=model["decoder"], lm_head=model["lm_head"], observers=())
     assert model["decoder"].factor == 3.0
+
+
+OPS_OF_PORTS = """
+import sys
+import torch
+from torch import nn
+from xllm_models.passes import run_on_meta
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, input_ids, positions):
+        x = self.norm(self.linear(input_ids.new_zeros((1, 8)).float()))
+        scores, ids = x.softmax(-1).topk(2)
+        scores = x.sigmoid().gather(1, ids) / scores.sum(-1, keepdim=True)
+        mask = torch.ones_like(x).scatter(1, ids, 0.0)
+        return x.masked_fill(mask > 0, 0.0) + scores.cumsum(-1).amax(-1, keepdim=True) + x.square().mean(-1)
+
+
+with torch.device("meta"):
+    model = nn.ModuleDict({"decoder": Decoder(), "lm_head": nn.Linear(8, 5, bias=False)})
+run_on_meta(model, decoder=model["decoder"], lm_head=model["lm_head"], observers=())
+assert not {"torch._dynamo", "sympy"} & set(sys.modules)
+"""
+
+
+def test_ops_of_a_port_import_no_compiler() -> None:
+    subprocess.run([sys.executable, "-c", OPS_OF_PORTS], check=True, timeout=120)

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from xllm_models import CausalLM, TensorParallel, get_model_class
-from xllm_models.layers import ColumnParallelLinear, PrefetchingModule, ResidualRMSNorm, SparseMoE
+from xllm_models.layers import ColumnParallelLinear, PrefetchingModule, ResidualRMSNorm
 
-FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = (
+    *("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+)
 NORM_BEFORE_MLP = {"gemma3_text": "pre_feedforward_layernorm"}
 
 
@@ -28,12 +30,16 @@ def expected(model: Any, family: str) -> dict[str, str]:
     want = {}
     for index, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{index}"
-        if index:  # the first layer has no residual to add, and its kernel no prefetch
+        norms = family != "olmo2"  # whose norms follow the block, and add no residual
+        if index and norms:  # the first layer has no residual to add, and its kernel no prefetch
             want[f"{prefix}.input_layernorm"] = f"{prefix}.self_attn.qkv_proj.weight"
-        if isinstance(layer.mlp, SparseMoE):  # the router's product comes next
+        if hasattr(layer.mlp, "experts"):  # the router's product comes next
+            if hasattr(layer.mlp, "shared_experts"):
+                want[f"{prefix}.mlp.shared_experts"] = f"{prefix}.mlp.shared_experts.down_proj.weight"
             continue
-        norm = NORM_BEFORE_MLP.get(family, "post_attention_layernorm")
-        want[f"{prefix}.{norm}"] = f"{prefix}.mlp.gate_up_proj.weight"
+        if norms:
+            norm = NORM_BEFORE_MLP.get(family, "post_attention_layernorm")
+            want[f"{prefix}.{norm}"] = f"{prefix}.mlp.gate_up_proj.weight"
         want[f"{prefix}.mlp"] = f"{prefix}.mlp.down_proj.weight"
     return want
 

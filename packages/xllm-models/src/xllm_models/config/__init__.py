@@ -13,7 +13,7 @@ from .moe import MoEConfig
 from .quantization import Quantization, parse_quantization
 from .rope import RopeConfig, parse_layer_ropes, parse_rope
 from .text import TEXT_MODEL_TYPE, text_config, without_mrope
-from .unread import EXPERT_KEYS, GEMMA_KEYS, OPTIONAL_KEYS, QWEN_WINDOW_KEYS
+from .unread import EXPERT_KEYS, GEMMA_KEYS, OPTIONAL_KEYS, QWEN_WINDOW_KEYS, ROUTED_EXPERT_KEYS
 from .windows import LAYER_TYPES
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "LAYER_TYPES",
     "OPTIONAL_KEYS",
     "QWEN_WINDOW_KEYS",
+    "ROUTED_EXPERT_KEYS",
     "TEXT_MODEL_TYPE",
     "ConfigKeys",
     "MoEConfig",

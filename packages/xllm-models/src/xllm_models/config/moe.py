@@ -1,6 +1,6 @@
 """The configuration of a mixture of experts.
 
-Owns the parsing. Routing belongs to `ops.moe`, the weights to `layers.moe`.
+Owns the parsing. Routing and weights belong to `layers` and the families.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class MoEConfig:
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> MoEConfig | None:
-        """None for a model without experts."""
+        """None for a model without experts. Without moe_intermediate_size the experts have the MLP's size (Mixtral)."""
         num_experts = keys.optional_int("num_experts", "num_local_experts", "n_routed_experts")
         if not num_experts:
             return None
         return cls(
             num_experts=num_experts,
             num_experts_per_token=keys.integer("num_experts_per_tok"),
-            intermediate_size=keys.integer("moe_intermediate_size"),
+            intermediate_size=keys.integer("moe_intermediate_size", default=keys.optional_int("intermediate_size")),
             normalize=keys.boolean("norm_topk_prob", default=False),
             sparse_step=keys.integer("decoder_sparse_step", default=1),
             dense_layers=keys.integers("mlp_only_layers"),

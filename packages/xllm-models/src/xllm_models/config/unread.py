@@ -22,16 +22,14 @@ GEMMA_KEYS = (
     "use_bidirectional_attention",
     "hidden_activation",
 )
-EXPERT_KEYS = (
-    "num_experts",
+ROUTED_EXPERT_KEYS = (
     "num_local_experts",
     "n_routed_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
     "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
 )
+EXPERT_KEYS = ("num_experts", *ROUTED_EXPERT_KEYS, "decoder_sparse_step", "mlp_only_layers")
 
 # Keys that some families read and others do not.
 OPTIONAL_KEYS = frozenset(

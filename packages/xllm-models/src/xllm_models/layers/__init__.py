@@ -1,7 +1,8 @@
-"""Layers of a model: linear, embedding and head, norm, rotary embedding, dense and mixture-of-experts MLP."""
+"""Layers of a model: linear, embedding and head, norm, rotary embedding, dense and mixture-of-experts MLP, routers."""
 
 from __future__ import annotations
 
+from .grouped_router import GROUPED_ROUTING, GroupedSigmoidRouter, GroupedSoftmaxRouter
 from .linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -15,12 +16,16 @@ from .norm import ResidualLayerNorm, ResidualRMSNorm, RMSNorm
 from .parallel import KeepDtypeParameter, Shard, ShardedModule, TensorParallel, WeightShard, row_shards
 from .prefetch import PrefetchingModule
 from .rotary import RotaryEmbedding
+from .shared_experts import SharedExpertsMoE
 from .vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 __all__ = [
+    "GROUPED_ROUTING",
     "ColumnParallelLinear",
     "Experts",
     "GatedMLP",
+    "GroupedSigmoidRouter",
+    "GroupedSoftmaxRouter",
     "KeepDtypeParameter",
     "LinearBase",
     "MergedColumnParallelLinear",
@@ -34,6 +39,7 @@ __all__ = [
     "RowParallelLinear",
     "Shard",
     "ShardedModule",
+    "SharedExpertsMoE",
     "SparseMoE",
     "TensorParallel",
     "TopKRouter",

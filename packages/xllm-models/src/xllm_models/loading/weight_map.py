@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 _TOP_LEVEL = ("model", "lm_head")  # the modules of every CausalLM
@@ -32,7 +32,8 @@ class WeightMap:
     tied: a checkpoint name to the parameter whose storage it shares if the config ties word embeddings. The checkpoint
         needs one of the two names; if it has both, they must hold the same values.
     ignored: patterns (fnmatch) of checkpoint names that are not loaded, such as those of a vision tower. The log counts
-        them. Tensors that have no effect in any family need none (`no_effect`).
+        them. `{num_layers}` stands for the model's number of layers, which is the index of a multi-token prediction
+        layer after the last layer. Tensors that have no effect in any family need no pattern (`no_effect`).
     """
 
     prefix: str | tuple[str, ...] = ()
@@ -89,6 +90,11 @@ class WeightMap:
                     ".".join((*components[:index], name, *components[index + 1 :])) for name in self.fused[component]
                 )
         return (parameter,)
+
+    def for_num_layers(self, num_layers: int) -> WeightMap:
+        """The map with `{num_layers}` in the patterns of `ignored` replaced."""
+        number = str(num_layers)
+        return replace(self, ignored=tuple(one.replace("{num_layers}", number) for one in self.ignored))
 
     def ignores(self, name: str) -> bool:
         return matches(name, self.ignored)

@@ -30,6 +30,9 @@ class Observer(Protocol):
         """After an op (an OpOverload) that `module` called in its own forward, not in that of a child."""
 
 
+_MAX_VALUES = 1 << 20  # of an op that the CPU computes: activations of one token are fewer, large weights more
+
+
 class _Reporter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, observers: Sequence[Observer]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,14 +93,30 @@ def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if op is torch.ops.aten.embedding.default:
         weight, indices = args[:2]
         return weight.new_empty((*indices.shape, weight.shape[1]))
-    # Elementwise ops of one token are small enough to compute on the CPU.
-    tensors = _tensors((args, kwargs))
+    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        x, weight = args[-2:]
+        return x.new_empty((x.shape[0], weight.shape[1]))
+    if not _small_on_meta(op, _tensors((args, kwargs))):
+        return op(*args, **kwargs)
+    # Indices are 0, which is in range; only elementwise ops may divide by an integer.
+    of_integers = 1 if torch.Tag.pointwise in op.tags else 0
+
+    def filled(x: torch.Tensor) -> torch.Tensor:
+        return torch.full(x.shape, 1 if x.is_floating_point() else of_integers, dtype=x.dtype)
+
+    args, kwargs = tree_map_only(torch.Tensor, filled, (args, kwargs))
+    output = op(*args, **kwargs)
+    return tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), output)
+
+
+def _small_on_meta(op: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the CPU can compute the op instead: a function of PyTorch's own, of few values, whose shapes suffice."""
+    if op.namespace != "aten" or op._schema.is_mutable or any(one.alias_info for one in op._schema.returns):
+        return False
+    if torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags:
+        return False
     on_meta = any(x.is_meta for x in tensors) and all(x.is_meta or not x.ndim for x in tensors)
-    if torch.Tag.pointwise in op.tags and not op._schema.is_mutable and on_meta:
-        args, kwargs = tree_map_only(torch.Tensor, lambda x: torch.ones(x.shape, dtype=x.dtype), (args, kwargs))
-        output = op(*args, **kwargs)
-        return tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), output)
-    return op(*args, **kwargs)
+    return on_meta and sum(x.numel() for x in tensors) <= _MAX_VALUES
 
 
 @contextmanager

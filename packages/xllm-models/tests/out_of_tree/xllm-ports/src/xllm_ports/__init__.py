@@ -1,1 +1,1 @@
-"""Mixtral, OLMo-2 and GLM-4-MoE for xllm_models, found by their entry points."""
+"""OLMo-3 and ERNIE 4.5 MoE for xllm_models, found by their entry points."""

@@ -1,4 +1,4 @@
-"""GLM-4-MoE (GLM-4.5), after HF transformers' Glm4MoeForCausalLM: experts by sigmoid scores, and a shared expert.
+"""ERNIE 4.5 MoE, after HF transformers' Ernie4_5_MoeForCausalLM: a router with a bias for the choice, shared experts.
 
 T tokens of the step, H query heads, K kv heads, D head dim (heads of this rank), E experts, k experts per token.
 """
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from xllm_attention import Attention, AttentionSpec
 from xllm_models import CausalLM, ModelConfig, TensorParallel, WeightMap
+from xllm_models.config import MoEConfig
 from xllm_models.layers import (
     Experts,
     GatedMLP,
@@ -21,14 +22,13 @@ from xllm_models.layers import (
     ParallelLMHead,
     QKVParallelLinear,
     ResidualRMSNorm,
-    RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
 
 
-class Glm4MoeAttention(nn.Module):
+class Ernie45MoeAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -36,16 +36,14 @@ class Glm4MoeAttention(nn.Module):
             config.head_dim,
             config.num_heads,
             config.num_kv_heads,
-            bias=config.attention_bias,
             tp=tp,
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, reduce_results=False, tp=tp
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            reduce_results=False,
+            tp=tp,
         )
-        self.use_qk_norm = config.own["use_qk_norm"]
-        if self.use_qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
@@ -57,46 +55,47 @@ class Glm4MoeAttention(nn.Module):
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv_proj(hidden)  # [T, H, D], [T, K, D], [T, K, D]
-        q, k = self.rotary_emb(positions, q, k, (self.q_norm, self.k_norm) if self.use_qk_norm else None)
+        q, k = self.rotary_emb(positions, q, k)
         out: torch.Tensor = self.o_proj(self.attn(q, k, v).flatten(1))
         return out
 
 
-class Glm4MoeTopkRouter(nn.Module):
-    """x [T, hidden] -> (logits [T, E], weights [T, k], ids [T, k]), in fp32. Every rank holds the whole weight."""
+class Ernie45MoeTopKRouter(nn.Module):
+    """x [T, hidden], bias [1, E] -> (logits [T, E] fp32, weights [T, k], ids [T, k]). All ranks hold the whole weight.
 
-    def __init__(self, config: ModelConfig, num_experts: int, top_k: int, normalize: bool) -> None:
+    The bias takes part in the choice only. The weights are divided by their sum, or by moe_norm_min if that is larger.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
         super().__init__()
-        self.top_k = top_k
-        self.normalize = normalize
-        self.scaling_factor = config.own["routed_scaling_factor"]
-        self.num_groups, self.top_groups = config.own["n_group"], config.own["topk_group"]
-        self.weight = KeepDtypeParameter(torch.empty((num_experts, config.hidden_size), dtype=torch.float32))
-        self.register_buffer("e_score_correction_bias", torch.empty(num_experts, dtype=torch.float32))
+        self.top_k = moe.num_experts_per_token
+        self.norm_min = config.own["moe_norm_min"]
+        self.weight = KeepDtypeParameter(torch.empty((moe.num_experts, config.hidden_size), dtype=torch.float32))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = functional.linear(x.float(), self.weight)
-        scores = logits.sigmoid()
-        grouped = (scores + self.e_score_correction_bias).unflatten(1, (self.num_groups, -1))
-        groups = grouped.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
-        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, groups, False)
-        candidates = grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(1)
-        ids = candidates.topk(self.top_k, dim=-1).indices
+        scores = logits.softmax(-1)
+        ids = (scores + bias).topk(self.top_k, dim=-1).indices
         weights = scores.gather(1, ids)
-        if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return logits, weights * self.scaling_factor, ids
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.norm_min)
+        return logits, weights.to(x.dtype), ids
 
 
-class Glm4MoeMoE(nn.Module):
+class Ernie45MoeStatics(nn.Module):
+    """The correction bias [1, E] in fp32, which checkpoints keep next to the router."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.e_score_correction_bias = KeepDtypeParameter(torch.empty((1, num_experts), dtype=torch.float32))
+
+
+class Ernie45MoeSparseMoE(nn.Module):
     """x [T, hidden] -> [T, hidden], this rank's term of the sum over the ranks."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, tp: TensorParallel) -> None:
         super().__init__()
-        moe = config.moe
-        if moe is None:
-            raise ValueError("the config of a GLM-4-MoE model has no n_routed_experts")
-        self.gate = Glm4MoeTopkRouter(config, moe.num_experts, moe.num_experts_per_token, moe.normalize)
+        self.gate = Ernie45MoeTopKRouter(config, moe)
+        self.moe_statics = Ernie45MoeStatics(moe.num_experts)
         self.experts = Experts(
             config.hidden_size,
             moe.num_experts,
@@ -105,33 +104,30 @@ class Glm4MoeMoE(nn.Module):
             reduce_results=False,
             tp=tp,
         )
-        self.shared_experts = GatedMLP(
-            config.hidden_size,
-            moe.intermediate_size * config.own["n_shared_experts"],
-            hidden_act=config.hidden_act,
-            reduce_results=False,
-            tp=tp,
-        )
+        num_shared = config.own["moe_num_shared_experts"]
+        self.shared_experts = ernie_mlp(config, moe.intermediate_size * num_shared, tp) if num_shared else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _, weights, ids = self.gate(x)
-        out: torch.Tensor = self.experts(x, weights, ids) + self.shared_experts(x)
-        return out
+        _, weights, ids = self.gate(x, self.moe_statics.e_score_correction_bias)
+        out: torch.Tensor = self.experts(x, weights, ids)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
-class Glm4MoeDecoderLayer(nn.Module):
+def ernie_mlp(config: ModelConfig, size: int, tp: TensorParallel) -> GatedMLP:
+    return GatedMLP(config.hidden_size, size, hidden_act=config.hidden_act, reduce_results=False, tp=tp)
+
+
+class Ernie45MoeDecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
-        self.self_attn = Glm4MoeAttention(config, layer_id, rotary_emb, tp)
+        self.self_attn = Ernie45MoeAttention(config, layer_id, rotary_emb, tp)
         self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.mlp: nn.Module
-        if layer_id >= config.own["first_k_dense_replace"]:
-            self.mlp = Glm4MoeMoE(config, tp)
+        if config.moe is not None and config.moe.is_sparse(layer_id):
+            self.mlp = Ernie45MoeSparseMoE(config, config.moe, tp)
         else:
-            self.mlp = GatedMLP(
-                config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, reduce_results=False, tp=tp
-            )
+            self.mlp = ernie_mlp(config, config.intermediate_size, tp)
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -142,13 +138,13 @@ class Glm4MoeDecoderLayer(nn.Module):
         return self.mlp(hidden), residual
 
 
-class Glm4MoeModel(nn.Module):
+class Ernie45MoeModel(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
-        rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
+        rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions, interleaved=True)
         self.layers = nn.ModuleList(
-            Glm4MoeDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
+            Ernie45MoeDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
         )
         self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
 
@@ -161,7 +157,7 @@ class Glm4MoeModel(nn.Module):
         return hidden
 
 
-class Glm4MoeForCausalLM(CausalLM):
+class Ernie4_5_MoeForCausalLM(CausalLM):
     weight_map = WeightMap(
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
         stacked={
@@ -170,32 +166,45 @@ class Glm4MoeForCausalLM(CausalLM):
         },
         prestacked={"experts.gate_up": ("experts.gate_up_proj",), "experts.down": ("experts.down_proj",)},
         tied={"lm_head.weight": "model.embed_tokens.weight"},
-        ignored=("model.layers.46.*", "model.layers.92.*"),  # the published models' multi-token prediction layer
+        ignored=("model.mtp_*",),  # the multi-token prediction layer
     )
     optional_keys = (
-        "attention_bias",
         "hidden_act",
-        "partial_rotary_factor",
-        "n_routed_experts",
+        "num_experts",
         "num_experts_per_tok",
         "moe_intermediate_size",
-        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
     )
     config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "norm_topk_prob": True,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1536,
     }
-    own_config: ClassVar[Mapping[str, Any]] = {
-        "use_qk_norm": False,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-    }
+    own_config: ClassVar[Mapping[str, Any]] = {"moe_num_shared_experts": 2, "moe_norm_min": 1e-12}
+
+    @classmethod
+    def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Ernie's keys in the names that `ModelConfig` has. ModelArgs have those names already."""
+        if raw.get("n_layers") is not None:
+            return super().parse_config(raw)
+        if raw.get("use_bias"):
+            raise ValueError("use_bias true is not supported: the head has no bias")
+        num_layers, end = raw["num_hidden_layers"], raw.get("moe_layer_end_index", -1)
+        sparse = range(raw.get("moe_layer_start_index", 1), num_layers if end == -1 else end + 1)
+        keys = {
+            "num_experts": raw.get("moe_num_experts"),
+            "num_experts_per_tok": raw.get("moe_k"),
+            "decoder_sparse_step": raw.get("moe_layer_interval"),
+            "mlp_only_layers": [layer_id for layer_id in range(num_layers) if layer_id not in sparse],
+        }
+        return super().parse_config({**raw, **keys})
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
-        self.model = Glm4MoeModel(config, tp)
+        self.model = Ernie45MoeModel(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)

@@ -12,16 +12,20 @@ import torch
 from torch import nn
 
 from xllm_attention import Attention, AttentionSpec
-from xllm_models import CausalLM, ModelConfig, TensorParallel, WeightMap
-from xllm_models.layers import (
+
+from ..causal_lm import CausalLM
+from ..config import ModelConfig
+from ..layers import (
     ParallelLMHead,
     QKVParallelLinear,
     ResidualRMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
     SparseMoE,
+    TensorParallel,
     VocabParallelEmbedding,
 )
+from ..loading import WeightMap
 
 
 class MixtralAttention(nn.Module):
@@ -99,21 +103,17 @@ class MixtralForCausalLM(CausalLM):
         prestacked={"experts.gate_up": ("experts.gate_up_proj",), "experts.down": ("experts.down_proj",)},
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
-    optional_keys = (
-        "sliding_window",
-        "hidden_act",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-    )
-    config_defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2}
 
-    @classmethod
-    def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Experts have the size `intermediate_size`, and the weights of those chosen always sum to 1."""
-        size = raw.get("intermediate_size")
-        return super().parse_config({**raw, "moe_intermediate_size": size, "norm_topk_prob": True})
+    # The experts' size is intermediate_size, and the weights of a token's experts always sum to 1.
+    optional_keys = ("sliding_window", "hidden_act", "num_experts", "num_local_experts", "num_experts_per_tok")
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = MixtralModel(config, tp)

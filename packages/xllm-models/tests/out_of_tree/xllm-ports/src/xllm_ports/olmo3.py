@@ -1,5 +1,6 @@
-"""OLMo-2, after HF transformers' Olmo2ForCausalLM: Llama with norms after attention and MLP, and of all heads' q and k.
+"""OLMo-3, after HF transformers' Olmo3ForCausalLM: OLMo-2 with windows in most layers.
 
+Sliding layers have a rotary embedding of their own.
 T tokens of the step, H query heads, K kv heads, D head dim. Heads are those of this rank.
 """
 
@@ -29,7 +30,7 @@ from xllm_models.layers import (
 from xllm_models.ops import all_reduce_
 
 
-class Olmo2HeadsNorm(ShardedModule):
+class Olmo3HeadsNorm(ShardedModule):
     """x [T, n], squares [T, 1] -> [T, n]: the RMS norm over the features of all ranks, of which this rank holds n.
 
     `squares` is the sum over the ranks of their sums of squares. Ranks that hold the same kv head count it twice.
@@ -50,7 +51,7 @@ class Olmo2HeadsNorm(ShardedModule):
         return (self.weight * scaled).to(x.dtype)
 
 
-class Olmo2Attention(nn.Module):
+class Olmo3Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
@@ -67,14 +68,15 @@ class Olmo2Attention(nn.Module):
             config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, tp=tp
         )
         q_shard, k_shard, _ = self.qkv_proj.shards
-        self.q_norm = Olmo2HeadsNorm(q_shard, config.rms_norm_eps, tp)
-        self.k_norm = Olmo2HeadsNorm(k_shard, config.rms_norm_eps, tp)
+        self.q_norm = Olmo3HeadsNorm(q_shard, config.rms_norm_eps, tp)
+        self.k_norm = Olmo3HeadsNorm(k_shard, config.rms_norm_eps, tp)
         self.rotary_emb = rotary_emb
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
+            sliding_window=config.window(layer_id),
         )
         self.attn = Attention(spec, layer_id)
 
@@ -91,10 +93,10 @@ class Olmo2Attention(nn.Module):
         return out
 
 
-class Olmo2DecoderLayer(nn.Module):
+class Olmo3DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.self_attn = Olmo2Attention(config, layer_id, rotary_emb, tp)
+        self.self_attn = Olmo3Attention(config, layer_id, rotary_emb, tp)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, tp=tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -104,13 +106,15 @@ class Olmo2DecoderLayer(nn.Module):
         return hidden + self.post_feedforward_layernorm(self.mlp(hidden))
 
 
-class Olmo2Model(nn.Module):
+class Olmo3Model(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
-        rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
+        full = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
+        sliding = RotaryEmbedding(config.sliding_rope or config.rope, config.head_dim, config.num_positions)
         self.layers = nn.ModuleList(
-            Olmo2DecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
+            Olmo3DecoderLayer(config, layer_id, sliding if config.slides(layer_id) else full, tp)
+            for layer_id in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -122,15 +126,23 @@ class Olmo2Model(nn.Module):
         return out
 
 
-class Olmo2ForCausalLM(CausalLM):
+class Olmo3ForCausalLM(CausalLM):
     weight_map = WeightMap(
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
-    optional_keys = ("attention_bias", "hidden_act")
-    config_defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+
+    optional_keys = ("sliding_window", "layer_types", "attention_bias", "hidden_act", "rope_local_base_freq")
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 5e5,  # of sliding layers, which HF does not give the config's rope_theta
+    }
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
-        self.model = Olmo2Model(config, tp)
+        self.model = Olmo3Model(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
