@@ -42,6 +42,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "tie_word_embeddings": False,
     },
+    "qwen3_next": {  # layers with state
+        "model_type": "qwen3_next", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [1], "tie_word_embeddings": False,
+    },
     "mixtral": {
         "model_type": "mixtral", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "tie_word_embeddings": False,

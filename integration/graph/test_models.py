@@ -26,10 +26,18 @@ def test_scenario(make_setup: MakeSetup, family: str, scenario: Scenario) -> Non
 
 @pytest.mark.parametrize(
     ("other", "num_groups"),
-    [("mistral", 1), ("gemma3_text", 2), ("qwen3_moe", 1), ("mixtral", 1), ("olmo2", 1), ("glm4_moe", 1)],
+    [
+        ("mistral", 1),
+        ("gemma3_text", 2),
+        ("qwen3_moe", 1),
+        ("mixtral", 1),
+        ("olmo2", 1),
+        ("glm4_moe", 1),
+        ("qwen3_next", 1),
+    ],
 )
 def test_other_families(make_setup: MakeSetup, other: str, num_groups: int) -> None:
-    """Sliding windows, several attention groups with a plan each, and experts that are selected on the device."""
+    """Sliding windows, several attention groups with a plan each, experts that are selected on the device, states."""
     setup = make_setup(other)
     for name in ("shrinking_batches", "other_lengths", "kinds_in_turn"):
         BY_NAME[name](setup.harness)

@@ -53,7 +53,8 @@ class PagedSession:
                 max_model_len=max_len,
             ),
         )
-        sizes = {"num_pages": num_pages, "page_size": page_size}
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_sequences}
+        self.has_states = "linear_state_indices" in self.backend.optional_fields
         self.backend.bind_kv_caches(allocate_caches(model.cache_specs, **sizes, device=model.device, fill=torch.nan))
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
@@ -68,7 +69,10 @@ class PagedSession:
         kv_lens = [self.lengths[sequence] for sequence, _ in chunks]
         tables = [self.tables[sequence] for sequence, _ in chunks]
         device = self.model.device
-        self.backend.plan(build_attention_metadata(q_lens, kv_lens, tables, self.page_size, device=str(device)))
+        slots = [sequence for sequence, _ in chunks] if self.has_states else None
+        self.backend.plan(
+            build_attention_metadata(q_lens, kv_lens, tables, self.page_size, device=device, state_slots=slots)
+        )
         inputs = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ids, positions))
         with forward_context(self.backend):
             logits = self.model.compute_logits(self.model(*inputs))

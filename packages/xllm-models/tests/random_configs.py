@@ -95,6 +95,57 @@ def qwen3_moe(rng: Random) -> Config:
     return config
 
 
+def _linear_attention(rng: Random, num_layers: int) -> Config:
+    key_heads = rng.choice((4, 8))
+    kinds = ("linear_attention", "full_attention")
+    return {
+        "head_dim": rng.choice((8, 16, 32)),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": rng.choice((500.0, 1e6)),
+            "partial_rotary_factor": rng.choice((0.25, 0.5, 1.0)),
+        },
+        "attention_bias": rng.random() < 0.5,
+        "linear_conv_kernel_dim": rng.choice((2, 4, 4)),
+        "linear_key_head_dim": rng.choice((8, 12)),
+        "linear_value_head_dim": rng.choice((8, 10)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * rng.choice((1, 2)),
+        "layer_types": [rng.choice(kinds) for _ in range(num_layers - 1)] + ["full_attention"],
+    }
+
+
+def _shared_experts(rng: Random) -> Config:
+    num_experts = rng.choice((2, 5, 8))
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": rng.randrange(1, min(num_experts, 4) + 1),
+        "moe_intermediate_size": rng.choice((8, 12, 20)),
+        "shared_expert_intermediate_size": rng.choice((8, 16)),
+    }
+
+
+def qwen3_next(rng: Random) -> Config:
+    config = _common(rng)
+    config |= _linear_attention(rng, config["num_hidden_layers"]) | _shared_experts(rng)
+    return config | {
+        "norm_topk_prob": rng.random() < 0.5,
+        "decoder_sparse_step": rng.choice((1, 1, 2)),
+        "mlp_only_layers": rng.choice(([], [], [1])),
+    }
+
+
+def qwen3_5_text(rng: Random) -> Config:
+    config = _common(rng)
+    return config | _linear_attention(rng, config["num_hidden_layers"])
+
+
+def qwen3_5_moe_text(rng: Random) -> Config:
+    config = _common(rng)
+    del config["intermediate_size"]
+    return config | _linear_attention(rng, config["num_hidden_layers"]) | _shared_experts(rng)
+
+
 def mistral(rng: Random) -> Config:
     return _common(rng) | _rope(rng) | {"sliding_window": rng.choice((None, _window(rng)))}
 
@@ -187,7 +238,10 @@ def phi3(rng: Random) -> Config:
 
 FAMILIES: dict[str, Callable[[Random], Config]] = {
     draw.__name__: draw
-    for draw in (llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, olmo2, glm4_moe, gemma3_text, phi3)
+    for draw in (
+        *(llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, olmo2, glm4_moe, gemma3_text, phi3),
+        *(qwen3_next, qwen3_5_text, qwen3_5_moe_text),
+    )
 }
 
 

@@ -106,7 +106,10 @@ def test_random_configs_equal_hf_on_1_2_and_4_ranks(
 
 @pytest.mark.parametrize(
     "model_type",
-    ["gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"],
+    [
+        *("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+        *("qwen3_next", "qwen3_5_text"),
+    ],
 )
 def test_bf16_stays_as_near_to_fp32_as_hf_does(
     model_type: str,
@@ -114,9 +117,19 @@ def test_bf16_stays_as_near_to_fp32_as_hf_does(
     hf_logits: Callable[..., list[torch.Tensor]],
     paged: ModuleType,
 ) -> None:
+    linear = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     own = {
         "phi3": {"pad_token_id": None},
-        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "qwen3_moe": experts,
+        "qwen3_next": linear | experts,
+        "qwen3_5_text": linear,
         "mixtral": {"num_local_experts": 4},
         "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     }

@@ -88,12 +88,12 @@ class GatedDeltaNetSpec(StateSpec):
         if num_seqs == 0:
             return
         high = cache.ssm.dtype
-        beta = b[:num_rows].to(high).sigmoid()
+        beta = b[:num_rows].sigmoid().to(high)  # rounded to the model's dtype, as in HF
         log_decay = -a_log.to(high).exp() * functional.softplus(a[:num_rows].to(high) + dt_bias.to(high))
         conv_state, state = read_states(cache.conv, step), read_states(cache.ssm, step)
         if step.decode:
             window = torch.cat((conv_state, qkv[:num_rows, :, None]), dim=2)  # [B, C, W]
-            mixed = (window * conv_weight).sum(dim=2, dtype=high)
+            mixed = (window.to(high) * conv_weight.to(high)).sum(dim=2)
             result, state = self._recurrent(self._heads(mixed, out.dtype), beta, log_decay, state)
             out[:num_rows] = result.to(out.dtype)
             conv_state = window[:, :, 1:]

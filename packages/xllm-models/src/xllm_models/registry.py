@@ -35,6 +35,9 @@ _BUILT_IN = {
         ("qwen3", "Qwen3ForCausalLM", "qwen3"),
         ("qwen3", "Qwen3VLForConditionalGeneration", "qwen3_vl"),
         ("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe"),
+        ("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"),
+        ("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text", "Qwen3_5ForConditionalGeneration", "qwen3_5"),
+        ("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
     )
     for name in (class_name, *names)
 }

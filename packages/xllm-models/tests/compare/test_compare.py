@@ -21,6 +21,20 @@ from xllm_models.compare.trace import observed
 
 REPOSITORY = Path(__file__).parents[4]
 TOKEN_IDS = (5, 90, 3, 3, 41, 17, 60, 2)
+LINEAR = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+SHARED_EXPERT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 FAMILIES = {
     "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
     "llama": {"attention_bias": True},
@@ -35,6 +49,9 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_next": LINEAR | SHARED_EXPERT,
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | SHARED_EXPERT,
 }  # fmt: skip
 
 
@@ -51,6 +68,9 @@ def test_every_family_passes(
     assert "without a counterpart" not in out
     for module in ("embed_tokens", "layers.1.self_attn.qkv_proj", "layers.1.self_attn.attn.q", "layers.1.mlp", "norm"):
         assert f"model.{module} " in out
+    if "linear_num_key_heads" in FAMILIES[family]:
+        for module in ("norm", "out_proj"):
+            assert f"model.layers.0.linear_attn.{module} " in out
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,6 +15,7 @@ from xllm_models.layers import ColumnParallelLinear, PrefetchingModule, Residual
 
 FAMILIES = (
     *("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+    *("qwen3_next", "qwen3_5_text"),
 )
 NORM_BEFORE_MLP = {"gemma3_text": "pre_feedforward_layernorm"}
 
@@ -26,16 +27,24 @@ def next_weights(model: CausalLM) -> dict[str, str]:
     return {name: names[id(module.next_weight)] for name, module in modules.items() if module.next_weight is not None}
 
 
+def first_linear(layer: Any) -> str:
+    """The layer's first product."""
+    if hasattr(layer, "self_attn"):
+        return "self_attn.qkv_proj"
+    return "linear_attn.in_proj_qkvz" if hasattr(layer.linear_attn, "in_proj_qkvz") else "linear_attn.in_proj_qkv"
+
+
 def expected(model: Any, family: str) -> dict[str, str]:
     want = {}
     for index, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{index}"
         norms = family != "olmo2"  # whose norms follow the block, and add no residual
         if index and norms:  # the first layer has no residual to add, and its kernel no prefetch
-            want[f"{prefix}.input_layernorm"] = f"{prefix}.self_attn.qkv_proj.weight"
+            want[f"{prefix}.input_layernorm"] = f"{prefix}.{first_linear(layer)}.weight"
         if hasattr(layer.mlp, "experts"):  # the router's product comes next
-            if hasattr(layer.mlp, "shared_experts"):
-                want[f"{prefix}.mlp.shared_experts"] = f"{prefix}.mlp.shared_experts.down_proj.weight"
+            for shared in ("shared_experts", "shared_expert"):
+                if hasattr(layer.mlp, shared):
+                    want[f"{prefix}.mlp.{shared}"] = f"{prefix}.mlp.{shared}.down_proj.weight"
             continue
         if norms:
             norm = NORM_BEFORE_MLP.get(family, "post_attention_layernorm")

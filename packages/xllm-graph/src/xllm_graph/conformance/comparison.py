@@ -43,8 +43,8 @@ class ConformanceError(AssertionError):
         return str(self.args[1])
 
 
-def check_close(check: Check, name: str, actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Compares two tensors of any shape within the tolerance of their dtype; returns the largest error.
+def check_close(check: Check, name: str, actual: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> float:
+    """Compares two tensors of any shape within `factor` times the tolerance of their dtype; returns the largest error.
 
     Raises:
         ConformanceError: another shape or dtype, a value that is not finite, or a larger error.
@@ -60,7 +60,7 @@ def check_close(check: Check, name: str, actual: torch.Tensor, expected: torch.T
         raise ConformanceError(check, f"{name}: NaN or infinity")
     scale = max(1.0, float(expected.abs().max()))
     error = float((actual.double() - expected.double()).abs().max())
-    if not error <= TOLERANCES[actual.dtype] * scale:
+    if not error <= factor * TOLERANCES[actual.dtype] * scale:
         raise ConformanceError(check, f"{name}: differs from eager by {error:.3g}; values are up to {scale:.3g}")
     return error
 

@@ -98,11 +98,13 @@ def _add(trace: Trace, name: str, output: Any) -> None:
 
 
 def _rows(value: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-    """[1, T, ...], [T, ...] or [1, H, T, ...] as [T, ...]; None where no dimension, or more than one, may be T."""
+    """[1, T, ...], [T, ...], [1, H, T, ...] or [T * H, D] as [T, ...]; None where no or several dimensions may be T."""
     if value.ndim > 1 and value.shape[0] == 1 and (num_tokens > 1 or value.ndim > 2):
         value = value[0]
     if value.ndim < 3:
-        return value if value.ndim and value.shape[0] == num_tokens else None
+        # A norm of heads may get them as rows.
+        fits = value.ndim and value.shape[0] and value.shape[0] % num_tokens == 0
+        return value.reshape(num_tokens, *([-1] if value.shape[0] > num_tokens else value.shape[1:])) if fits else None
     tokens = [dim for dim in range(2) if value.shape[dim] == num_tokens]
     return value.transpose(0, tokens[0]) if len(tokens) == 1 else None
 

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from xllm_attention import Attention, AttentionBackend, BackendLimits, create_backend, forward_context
+from xllm_attention import (
+    Attention,
+    AttentionBackend,
+    BackendLimits,
+    StateLayer,
+    create_backend,
+    forward_context,
+)
 from xllm_metadata import LayerCache, allocate_caches, build_attention_metadata
 
 from ..causal_lm import CausalLM
@@ -50,7 +57,8 @@ def trace_ours(
         if module is model:  # its result is that of `model.model`
             return
         tensors = dict(_tensors(name, module, args, output, model.weight_map.fused))
-        if not tensors and not isinstance(module, RotaryEmbedding):  # the attention's queries and keys show it
+        # The attention's queries and keys show the rotary embedding, and the norm after it a layer with state.
+        if not tensors and not isinstance(module, RotaryEmbedding | StateLayer):
             trace.mark_unusable(name, describe(output))
         for suffix, value in tensors.items():
             trace.add(name + suffix, value)
@@ -101,7 +109,7 @@ def _tensors(
         # Queries and keys show the effect of their norms and of the rotary embedding.
         yield from zip((".q", ".k"), args[:2], strict=True)
         yield "", output
-    elif isinstance(module, RotaryEmbedding):
+    elif isinstance(module, RotaryEmbedding | StateLayer):
         return
     elif isinstance(output, torch.Tensor):
         yield "", output

@@ -1,10 +1,12 @@
-"""Layers of a model: linear, embedding and head, norm, rotary embedding, dense and mixture-of-experts MLP, routers."""
+"""Layers of a model: linear, embedding and head, norm, rotary embedding, linear attention, MLPs, experts, routers."""
 
 from __future__ import annotations
 
+from .gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from .grouped_router import GROUPED_ROUTING, GroupedSigmoidRouter, GroupedSoftmaxRouter
 from .linear import (
     ColumnParallelLinear,
+    GatedQKVParallelLinear,
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -23,7 +25,10 @@ __all__ = [
     "GROUPED_ROUTING",
     "ColumnParallelLinear",
     "Experts",
+    "GatedDeltaNet",
     "GatedMLP",
+    "GatedQKVParallelLinear",
+    "GatedRMSNorm",
     "GroupedSigmoidRouter",
     "GroupedSoftmaxRouter",
     "KeepDtypeParameter",

@@ -7,6 +7,7 @@ outputs over the ranks. T tokens, H heads, K kv heads, D head dim, all counted o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -58,12 +59,14 @@ class MergedColumnParallelLinear(_ColumnParallel):
         return linear(x, self.weight, self.bias)
 
 
-class QKVParallelLinear(_ColumnParallel):
-    """x [T, hidden] -> q [T, H, D], k [T, K, D], v [T, K, D], views of one projection.
+class _QKVParallel(_ColumnParallel):
+    """The projections of queries, keys and values, by heads.
 
     `total_num_heads` and `total_num_kv_heads` count all ranks' heads. With more ranks than kv heads, rank r holds kv
     head r // (ranks per kv head). Query heads that do not divide by the ranks are a ValueError.
     """
+
+    query_features: ClassVar[int]  # rows of the query projection per element of a query head
 
     def __init__(
         self,
@@ -81,15 +84,36 @@ class QKVParallelLinear(_ColumnParallel):
         self.num_kv_heads = kv_heads.size
         self.head_dim = head_dim
         q, kv = (
-            Shard(total=shard.total * head_dim, start=shard.start * head_dim, size=shard.size * head_dim)
-            for shard in (heads, kv_heads)
+            Shard(total=shard.total * rows, start=shard.start * rows, size=shard.size * rows)
+            for shard, rows in ((heads, self.query_features * head_dim), (kv_heads, head_dim))
         )
         super().__init__(hidden_size, (q, kv, kv), bias=bias)
+
+
+class QKVParallelLinear(_QKVParallel):
+    """x [T, hidden] -> q [T, H, D], k [T, K, D], v [T, K, D], views of one projection."""
+
+    query_features = 1
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         qkv = linear(x, self.weight, self.bias).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         q, k, v = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return q, k, v
+
+
+class GatedQKVParallelLinear(_QKVParallel):
+    """x [T, hidden] -> q with its gate [T, H, 2 D], k [T, K, D], v [T, K, D], views of one projection.
+
+    The query projection has D rows of q, then D rows of the output gate, for each head (Qwen3-Next).
+    """
+
+    query_features = 2
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+        sizes = [2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        q, k, v = torch.split(linear(x, self.weight, self.bias), sizes, dim=1)
+        return q.view(-1, heads, 2 * head_dim), k.view(-1, kv_heads, head_dim), v.view(-1, kv_heads, head_dim)
 
 
 class RowParallelLinear(LinearBase):
