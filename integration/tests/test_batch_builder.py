@@ -64,11 +64,14 @@ def as_lists(metadata: Any) -> dict[str, Any]:
     return {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in fields.items()}
 
 
-def check(ask: Ask, block_size: int, entries: list[Entry]) -> None:
-    built = ask("batch", {"block_size": block_size, "entries": entries})
+def check(ask: Ask, block_size: int, entries: list[Entry], slots: list[int] | None = None) -> None:
+    """`slots`: of a model with states."""
+    sent = [entry | {"state_slot": slot} for entry, slot in zip(entries, slots or [0] * len(entries), strict=True)]
+    built = ask("batch", {"block_size": block_size, "entries": sent, "has_states": slots is not None})
     q_lens = [len(entry["tokens"]) for entry in entries]
     kv_lens = [entry["num_cached"] + q_len for entry, q_len in zip(entries, q_lens, strict=True)]
-    expected = build_attention_metadata(q_lens, kv_lens, [entry["blocks"] for entry in entries], block_size)
+    tables = [entry["blocks"] for entry in entries]
+    expected = build_attention_metadata(q_lens, kv_lens, tables, block_size, state_slots=slots)
     assert built["metadata"] == as_lists(expected)
     assert built["tokens"] == [token for entry in entries for token in entry["tokens"]]
     assert built["positions"] == [
@@ -92,6 +95,14 @@ def test_agrees_for_512_sequences(ask: Ask, block_size: int) -> None:
     rng = random.Random(7)
     pairs = [(rng.choice([0, 1, 1, 1, 33]), rng.randrange(200)) for _ in range(512)]
     check(ask, block_size, make_entries(pairs, block_size, 0, False, rng))
+
+
+@pytest.mark.parametrize("num_sequences", [0, 1, 3, 4, 5, 33])
+def test_state_slots_and_whether_they_hold_a_state(ask: Ask, num_sequences: int) -> None:
+    rng = random.Random(num_sequences)
+    pairs = [(rng.choice([1, 1, 5]), rng.choice([0, 0, 7])) for _ in range(num_sequences)]
+    slots = rng.sample(range(100), num_sequences)
+    check(ask, 4, make_entries(pairs, 4, 0, False, rng), slots)
 
 
 def test_no_sequence(ask: Ask) -> None:

@@ -1,4 +1,6 @@
-"""The worker on small random models of families with experts, other norms, or a vision tower: tokens of transformers.
+"""The worker on small random models of families with experts, states, other norms, or a vision tower.
+
+Their tokens are those of transformers.
 
 Prompts in chunks share steps with decodes, and the cache is too small for all requests, so that some are preempted.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,6 +26,10 @@ VISION = {
     "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
+LINEAR = {
+    "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "sliding_window": 24},
     "olmo2": {},
@@ -30,6 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
         "use_qk_norm": True, "routed_scaling_factor": 1.5,
     },
+    "qwen3_next": LINEAR | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_5_text": LINEAR,
     "gemma3": {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 16, "query_pre_attn_scalar": 16},
 }  # fmt: skip
 
@@ -38,9 +49,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def checkpoint(
     request: pytest.FixtureRequest, small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A small random model, saved by transformers. Gemma 3 is a checkpoint of a text and a vision model."""
+    """A small random model of each family, saved by transformers."""
+    return save(request.param, small_config, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session")
+def hybrid(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with layers that keep a state per sequence."""
+    return save("qwen3_next", small_config, tmp_path_factory.mktemp("hybrid"))
+
+
+def save(family: str, small_config: dict[str, Any], folder: Path) -> Path:
+    """Saves a small random model. Gemma 3 is a checkpoint of a text and a vision model."""
     torch.manual_seed(7)
-    family, text = request.param, small_config | FAMILIES[request.param]
+    text = small_config | FAMILIES[family]
     special = {name: text.pop(name) for name in ("bos_token_id", "eos_token_id")}
     if family == "gemma3":
         vision = {"vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 255}
@@ -51,29 +73,62 @@ def checkpoint(
     with torch.no_grad():  # large enough for tokens that depend on the whole prompt
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
-    folder = tmp_path_factory.mktemp(family)
     model.save_pretrained(folder)
     return folder
 
 
 def test_tokens_equal_transformers(checkpoint: Path, hf_greedy: HfGreedy, worker_path: Path, answers: Answers) -> None:
+    expected = hf_greedy(checkpoint, PROMPTS, 40, None)
+    got, stats = serve([str(worker_path), f"--model={checkpoint}", "--device=cpu", *FLAGS], PROMPTS, answers)
+    assert got == expected
+    assert len({token for tokens in expected for token in tokens}) > 10
+    assert stats["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_20_requests_at_once_of_a_hybrid_model(
+    ranks: int, hybrid: Path, hf_greedy: HfGreedy, worker_path: Path, answers: Answers
+) -> None:
+    """State slots are given, freed by preemption and given again; a prompt's chunks go on from their state."""
+    rng = Random(3)
+    prompts = [[rng.randrange(3, 250) for _ in range(rng.choice((1, 2, 7, 30, 60)))] for _ in range(20)]
+    prompts[7] = prompts[3] + [9, 8]  # a common prefix, whose pages alone are no hit
+    command = [str(worker_path), f"--model={hybrid}", "--device=cpu", "--dtype=float32", f"--tp_size={ranks}"]
+    command += ["--max_seqs_per_batch=7", "--max_tokens_per_batch=24", "--block_size=4", "--num_blocks=60"]
+    together, stats = serve(command, prompts, answers)
+    assert stats["num_preemptions"] > 0
+    assert together == hf_greedy(hybrid, prompts, 40, None)
+    one_by_one, stats = serve(command, prompts, answers, together=False)
+    assert one_by_one == together
+    assert stats["num_preemptions"] == 0
+
+
+def serve(
+    command: list[str], prompts: list[list[int]], answers: Answers, *, together: bool = True
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """40 tokens of each prompt, and the scheduler's counts. Sends all requests at once, or each after the last one."""
     from xllm_text.worker import Worker
 
-    expected = hf_greedy(checkpoint, PROMPTS, 40, None)
     events: Events = []
-    with Worker([str(worker_path), f"--model={checkpoint}", "--device=cpu", *FLAGS]) as worker:
-        worker.ready()
-        worker.send({"command": "pause"})
-        for i, prompt in enumerate(PROMPTS):
-            worker.send({"id": f"r{i}", "token_ids": prompt, "max_tokens": 40, "ignore_eos": True})
-        worker.send({"command": "resume"})
-        while sum(event.get("finished", False) for event in events) < len(PROMPTS):
+
+    def read_until(num_finished: int) -> None:
+        while sum(event.get("finished", False) for event in events) < num_finished:
             events.append(worker.read_event())
             assert "error" not in events[-1]
+
+    with Worker(command) as worker:
+        worker.ready()
+        if together:
+            worker.send({"command": "pause"})
+        for i, prompt in enumerate(prompts):
+            worker.send({"id": f"r{i}", "token_ids": prompt, "max_tokens": 40, "ignore_eos": True})
+            if not together:
+                read_until(i + 1)
+        if together:
+            worker.send({"command": "resume"})
+        read_until(len(prompts))
         worker.send({"command": "stats"})
         stats = worker.read_event()["scheduler"]
         assert worker.close() == 0
     got = answers(events)
-    assert [got[f"r{i}"] for i in range(len(PROMPTS))] == expected
-    assert len({token for tokens in expected for token in tokens}) > 10
-    assert stats["num_preemptions"] > 0
+    return [got[f"r{i}"] for i in range(len(prompts))], stats

@@ -20,14 +20,16 @@ using nlohmann::json;
 
 namespace {
 
-json values(const at::Tensor& tensor) {
+json values(const at::Tensor& given) {
+  const at::Tensor tensor = given.to(at::kInt);
   const int32_t* data = tensor.const_data_ptr<int32_t>();
   return std::vector<int32_t>(data, data + tensor.numel());
 }
 
 json values(const std::optional<at::Tensor>& tensor) { return tensor ? values(*tensor) : json(nullptr); }
 
-// {"block_size", "entries": [{"tokens", "num_cached", "blocks", "wants_logits"}]} -> every tensor of the batch
+// {"block_size", "has_states", "entries": [{"tokens", "num_cached", "blocks", "wants_logits", "state_slot"}]} -> every
+// tensor of the batch
 json probe_batch(const json& input) {
   struct Owned {
     std::vector<int32_t> tokens, blocks;
@@ -37,9 +39,10 @@ json probe_batch(const json& input) {
   std::vector<BatchEntry> entries;
   for (const json& entry : input.at("entries")) {
     const Owned& memory = owned.emplace_back(Owned{entry.at("tokens"), entry.at("blocks")});
-    entries.push_back({memory.tokens, entry.at("num_cached"), memory.blocks, entry.at("wants_logits")});
+    entries.push_back({memory.tokens, entry.at("num_cached"), memory.blocks, entry.at("wants_logits"),
+                       entry.value("state_slot", -1)});
   }
-  const Batch batch = build_batch(entries, input.at("block_size"), at::Device(at::kCPU));
+  const Batch batch = build_batch(entries, input.at("block_size"), at::Device(at::kCPU), input.value("has_states", false));
   const AttentionMetadata& metadata = batch.metadata;
 
   json output = {{"tokens", values(batch.tokens)},

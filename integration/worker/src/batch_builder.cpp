@@ -24,6 +24,7 @@ struct Section {
 struct Layout {
   Section tokens, positions, logits_indices, slot_mapping;
   Section pages_indptr, page_indices, last_page_lens, kv_indptr, qo_indptr;
+  Section state_slots, has_initial_state;  // the second one holds bytes; both empty without states
   int64_t size = 0;
   int64_t max_query_len = 0;
   int64_t max_seq_len = 0;
@@ -60,7 +61,7 @@ void check_total(int64_t total_kv, int64_t num_seqs) {
                            std::to_string(total_kv) + "; at most " + std::to_string(kLimit) + " fit into int32");
 }
 
-Layout make_layout(std::span<const BatchEntry> entries, int64_t block_size) {
+Layout make_layout(std::span<const BatchEntry> entries, int64_t block_size, bool has_states) {
   Layout layout;
   int64_t total_new = 0, total_pages = 0, total_logits = 0, total_kv = 0;
   for (const BatchEntry& entry : entries) {
@@ -88,6 +89,10 @@ Layout make_layout(std::span<const BatchEntry> entries, int64_t block_size) {
   layout.last_page_lens = layout.take(num_seqs);
   layout.kv_indptr = layout.take(num_seqs + 1);
   layout.qo_indptr = layout.take(num_seqs + 1);
+  if (has_states) {
+    layout.state_slots = layout.take(num_seqs);
+    layout.has_initial_state = layout.take((num_seqs + 3) / 4);
+  }
   return layout;
 }
 
@@ -121,18 +126,28 @@ void fill(int32_t* buffer, const Layout& layout, std::span<const BatchEntry> ent
   }
 }
 
+void fill_states(int32_t* buffer, const Layout& layout, std::span<const BatchEntry> entries) {
+  int32_t* slot = buffer + layout.state_slots.begin;
+  auto* has_initial_state = reinterpret_cast<uint8_t*>(buffer + layout.has_initial_state.begin);
+  for (const BatchEntry& entry : entries) {
+    *slot++ = entry.state_slot;
+    *has_initial_state++ = entry.num_cached > 0 ? 1 : 0;
+  }
+}
+
 at::Tensor view(const at::Tensor& buffer, const Section& section) {
   return buffer.narrow(0, section.begin, section.size);
 }
 
 }  // namespace
 
-Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device) {
-  const Layout layout = make_layout(entries, block_size);
+Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device, bool has_states) {
+  const Layout layout = make_layout(entries, block_size, has_states);
   // A new buffer per step: the allocator reuses pinned memory only after its copies have completed.
   const at::Tensor host =
       at::empty({layout.size}, at::TensorOptions().dtype(at::kInt).pinned_memory(device.is_cuda()));
   fill(host.mutable_data_ptr<int32_t>(), layout, entries, block_size);
+  if (has_states) fill_states(host.mutable_data_ptr<int32_t>(), layout, entries);
   const at::Tensor on_device = device.is_cpu() ? host : host.to(device, /*non_blocking=*/true);
 
   Batch batch;
@@ -153,6 +168,11 @@ Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::D
       .is_chunked_prefill(!layout.is_decode && !layout.is_prefill);
   if (!layout.is_decode) {
     batch.metadata.qo_indptr(view(on_device, layout.qo_indptr)).qo_indptr_host(view(host, layout.qo_indptr));
+  }
+  if (has_states) {
+    const at::Tensor flags = view(on_device, layout.has_initial_state).view(at::kBool);
+    batch.metadata.linear_state_indices(view(on_device, layout.state_slots))
+        .has_initial_state(flags.narrow(0, 0, std::ssize(entries)));
   }
   return batch;
 }

@@ -18,9 +18,10 @@ struct BatchEntry {
   int64_t num_cached = 0;           // tokens before the new ones
   std::span<const int32_t> blocks;  // pages for num_cached + new_tokens; extra pages are ignored
   bool wants_logits = false;        // of its last new token
+  int32_t state_slot = -1;          // of a model whose layers keep a state per sequence
 };
 
-// All tensors are int32 views of one buffer. On a CUDA device there are two buffers: a pinned one on the host, one on
+// All tensors are views of one int32 buffer. On a CUDA device there are two buffers: a pinned one on the host, one on
 // the device.
 struct Batch {
   at::Tensor tokens;          // [T], device
@@ -30,7 +31,8 @@ struct Batch {
 };
 
 // The copy to a CUDA device is asynchronous on the current stream. PyTorch's pinned-memory allocator reuses the host
-// buffer only after the copy has completed. Throws std::exception for inconsistent entries.
-Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device);
+// buffer only after the copy has completed. `has_states`: the model's layers keep states, so the metadata gets their
+// slots. Throws std::exception for inconsistent entries.
+Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device, bool has_states = false);
 
 }  // namespace xllm_worker

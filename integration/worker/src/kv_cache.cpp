@@ -13,7 +13,10 @@ constexpr int64_t kDefaultBytes = int64_t{1} << 30;
 
 }  // namespace
 
-int64_t choose_num_blocks(const WorkerOptions& options, int64_t bytes_per_token, int64_t max_model_len) {
+int64_t choose_num_blocks(const WorkerOptions& options,
+                          int64_t bytes_per_token,
+                          int64_t bytes_of_states,
+                          int64_t max_model_len) {
   const int64_t max_blocks = std::numeric_limits<int32_t>::max() / options.block_size;  // slots are int32
   if (options.num_blocks) {
     if (*options.num_blocks > max_blocks) {
@@ -25,12 +28,17 @@ int64_t choose_num_blocks(const WorkerOptions& options, int64_t bytes_per_token,
   }
   const int64_t bytes = options.kv_cache_memory ? options.kv_cache_memory->bytes : kDefaultBytes;
   const int64_t bytes_per_block = bytes_per_token * options.block_size;
-  if (bytes < bytes_per_block) {
+  if (bytes - bytes_of_states < bytes_per_block) {
+    const std::string states =
+        bytes_of_states > 0 ? ", and the states of " + std::to_string(options.max_seqs_per_batch) +
+                                  " sequences (--max_seqs_per_batch) take " + std::to_string(bytes_of_states)
+                            : "";
     throw std::runtime_error("--kv_cache_memory is " + std::to_string(bytes) + " bytes; one page of " +
-                             std::to_string(options.block_size) + " tokens takes " + std::to_string(bytes_per_block));
+                             std::to_string(options.block_size) + " tokens takes " + std::to_string(bytes_per_block) +
+                             states);
   }
   const int64_t blocks_per_seq = (max_model_len + options.block_size - 1) / options.block_size;
-  return std::min({bytes / bytes_per_block, blocks_per_seq * options.max_seqs_per_batch, max_blocks});
+  return std::min({(bytes - bytes_of_states) / bytes_per_block, blocks_per_seq * options.max_seqs_per_batch, max_blocks});
 }
 
 }  // namespace xllm_worker

@@ -80,7 +80,9 @@ std::string dtype_name(at::ScalarType dtype) {
 }
 
 std::vector<std::vector<at::Tensor>> make_kv_caches(const LoadedModel& model, const ServerInfo& info) {
-  const xllm_executor::CacheSizes sizes{.num_pages = info.num_blocks, .page_size = info.block_size};
+  const xllm_executor::CacheSizes sizes{.num_pages = info.num_blocks,
+                                        .page_size = info.block_size,
+                                        .num_slots = info.num_state_slots};
   std::vector<std::vector<at::Tensor>> caches;
   try {
     for (const auto& layer : model.cache_specs()) {
@@ -151,8 +153,11 @@ std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const Rank
 
 ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& model) {
   int64_t bytes_per_token = 0;
+  int64_t bytes_per_state = 0;
   for (const auto& layer : model.cache_specs()) {
-    for (const xllm_executor::CacheSpec& spec : layer) bytes_per_token += spec.bytes_per_entry();
+    for (const xllm_executor::CacheSpec& spec : layer) {
+      (spec.kind == xllm_executor::CacheKind::kPaged ? bytes_per_token : bytes_per_state) += spec.bytes_per_entry();
+    }
   }
   ServerInfo info;
   info.model_type = model.args().model_type();
@@ -161,7 +166,9 @@ ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& mod
   info.vocab_size = model.args().vocab_size();
   // load_model has compared the option with the positions that the model can serve.
   info.max_model_len = options.max_model_len.value_or(model.args().max_position_embeddings());
-  info.num_blocks = choose_num_blocks(options, bytes_per_token, info.max_model_len);
+  info.num_state_slots = bytes_per_state > 0 ? options.max_seqs_per_batch : 0;
+  info.num_blocks =
+      choose_num_blocks(options, bytes_per_token, info.num_state_slots * bytes_per_state, info.max_model_len);
   info.block_size = options.block_size;
   info.eos_token_ids = model.args().eos_token_ids();
   return info;

@@ -72,6 +72,7 @@ struct ServerInfo {
   int64_t max_model_len;
   int64_t num_blocks;
   int64_t block_size;
+  int64_t num_state_slots;  // 0 for a model whose layers keep no states
   std::vector<int32_t> eos_token_ids;
 };
 

@@ -18,6 +18,10 @@ void insert_by_arrival(auto& sequences, std::unique_ptr<Sequence> sequence) {
 
 }  // namespace
 
+Scheduler::Scheduler(SchedulerLimits limits, BlockManager& blocks) : limits_(limits), blocks_(blocks) {
+  for (int64_t slot = limits.max_seqs; slot-- > 0;) free_state_slots_.push_back(static_cast<int32_t>(slot));
+}
+
 std::vector<ScheduledSequence> Scheduler::schedule() {
   std::vector<ScheduledSequence> step;
   schedule_decodes(step);
@@ -84,6 +88,8 @@ bool Scheduler::admit(size_t index) {
   const auto num_cached = blocks_.allocate(sequence.blocks, sequence.tokens);
   if (!num_cached) return false;
   sequence.num_cached = *num_cached;
+  sequence.state_slot = free_state_slots_.back();
+  free_state_slots_.pop_back();
   if (!sequence.has_started()) {
     sequence.first_scheduled = Clock::now();
     ++num_dequeued_;
@@ -108,6 +114,7 @@ void Scheduler::preempt(size_t index) {
   std::unique_ptr<Sequence> sequence = std::move(running_[index]);
   running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(index));
   blocks_.free(sequence->blocks);
+  free_state_slot(*sequence);
   // Keeps the generated tokens. After the restart, all tokens that are not cached are computed like a prompt.
   sequence->num_cached = 0;
   insert_by_arrival(waiting_, std::move(sequence));
@@ -157,7 +164,13 @@ void Scheduler::remove(const Sequence& sequence, bool has_failed) {
   } else {
     blocks_.free((*found)->blocks);
   }
+  free_state_slot(**found);
   running_.erase(found);
+}
+
+void Scheduler::free_state_slot(Sequence& sequence) {
+  free_state_slots_.push_back(sequence.state_slot);
+  sequence.state_slot = -1;
 }
 
 const Sequence* Scheduler::find(std::string_view request_id) const {

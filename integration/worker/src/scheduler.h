@@ -22,7 +22,7 @@ struct SchedulerLimits {
 
 class Scheduler {
  public:
-  Scheduler(SchedulerLimits limits, BlockManager& blocks) : limits_(limits), blocks_(blocks) {}
+  Scheduler(SchedulerLimits limits, BlockManager& blocks);
 
   void add(std::unique_ptr<Sequence> sequence) { waiting_.push_back(std::move(sequence)); }
 
@@ -65,12 +65,14 @@ class Scheduler {
   void schedule_decodes(std::vector<ScheduledSequence>& step);
   bool admit(size_t index);  // in waiting_; returns false when too few pages are free
   void schedule_prompts(std::vector<ScheduledSequence>& step, int64_t budget);
+  void free_state_slot(Sequence& sequence);
 
   SchedulerLimits limits_;
   BlockManager& blocks_;
   // Both in order of arrival.
   std::vector<std::unique_ptr<Sequence>> running_;
   std::deque<std::unique_ptr<Sequence>> waiting_;
+  std::vector<int32_t> free_state_slots_;  // a stack; one slot for each sequence that may run
   int64_t num_preemptions_ = 0;
   int64_t num_dequeued_ = 0;
 };

@@ -41,6 +41,7 @@ struct Sequence {
   int64_t num_prompt_tokens;
   int64_t num_cached = 0;
   std::vector<int32_t> blocks;  // pages, in order
+  int32_t state_slot = -1;      // while it runs
   std::optional<Clock::time_point> first_scheduled;
   std::optional<Clock::time_point> first_token;
   Clock::time_point last_token;

@@ -58,7 +58,12 @@ void serve(const WorkerOptions& options,
            ProtocolOutput& output,
            StopSignals& signals,
            RankLink* link) {
-  BlockManager blocks(info.num_blocks, info.block_size, options.enable_prefix_cache);
+  // Pages hold no state, so a prefix that is found in the cache would have none.
+  const bool enable_prefix_cache = options.enable_prefix_cache && info.num_state_slots == 0;
+  if (options.enable_prefix_cache && !enable_prefix_cache) {
+    write_log("the prefix cache is off: the model has layers that keep a state per sequence");
+  }
+  BlockManager blocks(info.num_blocks, info.block_size, enable_prefix_cache);
   const EngineLimits limits{
       {options.max_seqs_per_batch, options.max_tokens_per_batch, options.max_mixed_prefill_tokens},
       info.max_model_len,

@@ -19,6 +19,7 @@ BatchEntry to_entry(const ScheduledSequence& scheduled) {
       .num_cached = sequence.num_cached,
       .blocks = sequence.blocks,
       .wants_logits = scheduled.needs_token(),
+      .state_slot = sequence.state_slot,
   };
 }
 
@@ -41,7 +42,7 @@ std::vector<NextToken> sample(const at::Tensor& logits, std::span<const Schedule
 
 at::Tensor StepExecutor::execute(std::span<const BatchEntry> entries) {
   try {
-    at::Tensor logits = model_->execute(in_flight_.hold(build_batch(entries, block_size_, device_)));
+    at::Tensor logits = model_->execute(in_flight_.hold(build_batch(entries, block_size_, device_, has_states_)));
     in_flight_.mark();
     return logits;
   } catch (const c10::Error& error) {

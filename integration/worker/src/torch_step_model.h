@@ -29,8 +29,13 @@ class TensorModel {
 // Computes the logits of a step from its batch entries. All ranks run this with equal entries.
 class StepExecutor {
  public:
-  StepExecutor(std::unique_ptr<TensorModel> model, int64_t block_size, at::Device device)
-      : model_(std::move(model)), block_size_(block_size), device_(device), in_flight_(device) {}
+  // `has_states`: the model's layers keep a state per sequence.
+  StepExecutor(std::unique_ptr<TensorModel> model, int64_t block_size, bool has_states, at::Device device)
+      : model_(std::move(model)),
+        block_size_(block_size),
+        has_states_(has_states),
+        device_(device),
+        in_flight_(device) {}
 
   // Throws std::exception with a readable message.
   at::Tensor execute(std::span<const BatchEntry> entries);
@@ -40,6 +45,7 @@ class StepExecutor {
  private:
   std::unique_ptr<TensorModel> model_;
   int64_t block_size_;
+  bool has_states_;
   at::Device device_;
   StepsInFlight in_flight_;
 };

@@ -7,8 +7,9 @@ namespace xllm_worker {
 
 namespace {
 
-// Header of an entry: num_cached, wants_logits, number of new tokens, number of pages. Tokens and pages follow.
-constexpr size_t kEntryHeader = 4;
+// Header of an entry: num_cached, wants_logits, state_slot, number of new tokens, number of pages. Tokens and pages
+// follow.
+constexpr size_t kEntryHeader = 5;
 
 }  // namespace
 
@@ -18,6 +19,7 @@ std::string encode_step(std::span<const BatchEntry> entries) {
     numbers.insert(numbers.end(),
                    {static_cast<int32_t>(entry.num_cached),
                     entry.wants_logits ? 1 : 0,
+                    entry.state_slot,
                     static_cast<int32_t>(entry.new_tokens.size()),
                     static_cast<int32_t>(entry.blocks.size())});
     numbers.insert(numbers.end(), entry.new_tokens.begin(), entry.new_tokens.end());
@@ -40,8 +42,9 @@ DecodedStep::DecodedStep(std::string_view bytes) : numbers_(bytes.size() / sizeo
     BatchEntry entry;
     entry.num_cached = header[0];
     entry.wants_logits = header[1] != 0;
-    entry.new_tokens = take(static_cast<size_t>(header[2]));
-    entry.blocks = take(static_cast<size_t>(header[3]));
+    entry.state_slot = header[2];
+    entry.new_tokens = take(static_cast<size_t>(header[3]));
+    entry.blocks = take(static_cast<size_t>(header[4]));
     entries_.push_back(entry);
   }
 }
