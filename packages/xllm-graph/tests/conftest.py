@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from xllm_attention import Attention, AttentionBackend, AttentionSpec, BackendLimits, create_backend
+from xllm_attention import (
+    Attention,
+    AttentionBackend,
+    AttentionSpec,
+    BackendLimits,
+    LayerSpec,
+    StateLayer,
+    create_backend,
+)
 from xllm_graph import (
     DecodeGraphRunner,
     EagerRunner,
@@ -66,6 +74,12 @@ class ToyModel(nn.Module):
         self.head = nn.Linear(32, vocab_size)
         self.register_buffer("frequencies", torch.arange(1, 33) / 32)
 
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """Of the layers with a cache, by layer_id."""
+        layers = [module for module in self.modules() if isinstance(module, Attention | StateLayer)]
+        return [layer.spec for layer in sorted(layers, key=lambda layer: layer.layer_id)]
+
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens, positions [T] -> hidden [T, 32]."""
         hidden = self.embed(tokens) + torch.sin(positions[:, None] * self.frequencies)
@@ -77,6 +91,12 @@ class ToyModel(nn.Module):
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [T, 32] -> [n, vocab]."""
         return self.head(hidden if indices is None else hidden.index_select(0, indices))
+
+
+@pytest.fixture
+def make_toy_model() -> Callable[[], ToyModel]:
+    """Makes a toy model that `make_setup` takes."""
+    return ToyModel
 
 
 @dataclass(slots=True)
@@ -97,7 +117,7 @@ MakeSetup = Callable[..., Setup]
 
 
 def make_backend(
-    device: str, specs: Sequence[AttentionSpec], limits: Limits = LIMITS
+    device: str, specs: Sequence[LayerSpec], limits: Limits = LIMITS
 ) -> tuple[AttentionBackend, list[LayerCache]]:
     backend = create_backend(
         "torch",
@@ -112,7 +132,13 @@ def make_backend(
     )
     needed = [spec.cache_specs(torch.float32) for spec in specs]
     with torch.inference_mode(False):  # ordinary tensors, as a host allocates them
-        caches = allocate_caches(needed, num_pages=limits.num_pages, page_size=limits.page_size, device=device)
+        caches = allocate_caches(
+            needed,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            num_slots=limits.num_slots,
+            device=device,
+        )
     backend.bind_kv_caches(caches)
     return backend, caches
 
@@ -145,7 +171,7 @@ def make_setup(runtime_and_device: tuple[str, str]) -> MakeSetup:
         runtime_name, device = runtime_and_device
         torch.manual_seed(0)
         model = (model or ToyModel()).to(device)
-        specs = [layer.spec for layer in model.attn]
+        specs = model.specs
         backend, caches = make_backend(device, specs, limits)
         reference_backend, reference_caches = make_backend(device, specs, limits)
         runtime = create_runtime(runtime_name, device)

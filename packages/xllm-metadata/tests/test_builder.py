@@ -81,3 +81,20 @@ def test_every_token_lands_in_its_page_and_the_step_is_valid(data: st.DataObject
 def test_contradictions_are_named(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_attention_metadata(*arguments)
+
+
+def test_state_slots() -> None:
+    step = build_attention_metadata([2, 1], [2, 4], [[0], [1]], 4, state_slots=[3, -1], state_write_slots=[3, 2])
+    assert step.linear_state_indices is not None
+    assert step.linear_state_write_indices is not None
+    assert step.has_initial_state is not None
+    assert step.linear_state_indices.tolist() == [3, -1]
+    assert step.linear_state_write_indices.tolist() == [3, 2]
+    assert step.has_initial_state.tolist() == [False, True]
+    assert build_attention_metadata([1], [1], [[0]], 4).linear_state_indices is None
+
+
+@pytest.mark.parametrize("name", ["state_slots", "state_write_slots"])
+def test_one_state_slot_per_sequence(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has 1 entries; the step has 2 sequences"):
+        build_attention_metadata([1, 1], [1, 1], [[0], [1]], 4, **{name: [0]})

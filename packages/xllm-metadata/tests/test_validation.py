@@ -38,6 +38,47 @@ def replace(**changes: Any) -> Callable[[Any], Any]:
     return lambda step: dataclasses.replace(step, **changes)
 
 
+STATES = build_attention_metadata(
+    [3, 1], [6, 1], [[4, 2], [9]], PAGE_SIZE, state_slots=[5, 0], state_write_slots=[7, 0]
+)
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (with_value("linear_state_indices", 1, -2), r"linear_state_indices\[1\] is -2; it must be -1 or a state slot"),
+        (with_value("linear_state_write_indices", 0, -3), r"linear_state_write_indices\[0\] is -3"),
+        (
+            with_value("linear_state_write_indices", 1, 7),
+            r"linear_state_write_indices\[1\] is 7; sequences 0 and 1 both write it",
+        ),
+        (
+            lambda s: replace(linear_state_write_indices=None)(with_value("linear_state_indices", 1, 5)(s)),
+            r"linear_state_indices\[1\] is 5; sequences 0 and 1 both write it",
+        ),
+        (replace(linear_state_indices=None), "linear_state_write_indices is present without linear_state_indices"),
+        (
+            with_value("has_initial_state", 0, False),
+            r"has_initial_state\[0\] is False; sequence 0 has 3 tokens before this step's",
+        ),
+        (
+            with_value("has_initial_state", 1, True),
+            r"has_initial_state\[1\] is True; sequence 1 has 0 tokens before this step's",
+        ),
+    ],
+)
+def test_states_are_checked(corrupt: Callable[[Any], Any], message: str) -> None:
+    check(STATES)
+    with pytest.raises(ValueError, match=message):
+        check(corrupt(STATES))
+
+
+def test_sequences_may_read_one_state_and_have_none() -> None:
+    """A fork reads the state of another sequence, and padding has no slot."""
+    check(with_value("linear_state_indices", 1, 5)(STATES))
+    check(build_attention_metadata([1, 1], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE, state_slots=[-1, -1]), num_tokens=2)
+
+
 def test_legal_steps_are_accepted() -> None:
     check(MIXED)
     check(DECODE, num_tokens=2)

@@ -84,6 +84,8 @@ def read_states(tensor: torch.Tensor, step: StateStep) -> torch.Tensor:
 
 def write_states(tensor: torch.Tensor, step: StateStep, states: torch.Tensor) -> None:
     """Writes states [B, ...] to the step's write slots, in fixed shapes; a slot of -1 is skipped."""
+    if states.shape[0] == 0:
+        return
     written = step.write_slots >= 0
     rows = torch.arange(states.shape[0], device=tensor.device)
     # An index cannot be left out in a fixed shape. So a row without a slot repeats the first row that has one: two
