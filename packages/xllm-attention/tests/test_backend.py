@@ -143,7 +143,7 @@ def test_most_pages_of_a_step(page_size: int, num_pages: int) -> None:
 
 
 def test_no_layer() -> None:
-    with pytest.raises(ValueError, match="specs is empty"):
+    with pytest.raises(ValueError, match="no spec is that of an attention layer"):
         create_backend("torch", [], LIMITS)
 
 

@@ -18,13 +18,13 @@ def test_table(torch_factory: BackendFactory, case: Case) -> None:
     assert run_case(torch_factory, case).refused is None
 
 
-@given(case=cases(dtypes=(torch.float32, torch.float16, torch.bfloat16, torch.float64)))
+@given(case=cases(dtypes=(torch.float32, torch.float16, torch.bfloat16, torch.float64), v_head_dims=True, latent=True))
 @_SETTINGS
 def test_random_batches(torch_factory: BackendFactory, case: Case) -> None:
     assert run_case(torch_factory, case).refused is None
 
 
-@given(case=cases(graph=True))
+@given(case=cases(graph=True, v_head_dims=True, latent=True))
 @_SETTINGS
 def test_random_graph_decode(torch_factory: BackendFactory, case: Case) -> None:
     assert run_case(torch_factory, case).refused is None
@@ -41,6 +41,8 @@ def test_the_table_covers_what_it_should() -> None:
     assert {case.head_dim for case in CASES} >= {64, 80, 96, 128, 256}
     assert {case.num_heads // case.num_kv_heads for case in CASES} >= set(range(1, 9))
     assert {case.dtype for case in CASES} >= {torch.float32, torch.float16, torch.bfloat16}
+    assert {(case.head_dim, case.v_head_dim) for case in CASES if case.latent} >= {(576, 512), (24, 16)}
+    assert {(case.head_dim, case.v_head_dim) for case in CASES if not case.latent} >= {(192, 128), (64, 128)}
     assert {window for case in CASES if case.page_size == 16 for window in case.windows} >= {0, 1, 2, 15, 16, 17}
 
 

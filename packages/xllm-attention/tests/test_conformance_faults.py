@@ -19,7 +19,9 @@ class PlainBackend(AttentionBackend):
     """Row by row, over whole gathered pages. `fault` names what it does wrong."""
 
     name = "plain"
-    capabilities = BackendCapabilities(full_graph_phases=frozenset({Phase.DECODE}), sinks=True)
+    capabilities = BackendCapabilities(
+        full_graph_phases=frozenset({Phase.DECODE}), sinks=True, v_head_dims=True, latent=True
+    )
 
     def __init__(self, *args: Any, fault: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,7 +65,8 @@ class PlainBackend(AttentionBackend):
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer_id: int) -> None:
         for row, slot in enumerate(self.slots):
-            for cache, values in zip(self.caches[layer_id], (k, v), strict=True):
+            latent = self.specs[layer_id].latent and self.fault != "appends values over keys"
+            for cache, values in zip(self.caches[layer_id], (k,) if latent else (k, v), strict=False):
                 target = slot
                 if slot < 0 and self.fault == "slot -1 writes the last slot":
                     target = cache.shape[0] * self.page_size - 1
@@ -84,6 +87,10 @@ class PlainBackend(AttentionBackend):
             q[: self.rows[-1]] *= 2.0
         for (first, end), kv_len, pages in zip(pairwise(self.rows), self.kv_lens, self.pages, strict=True):
             k, v = (cache[pages].flatten(0, 1).float() for cache in self.caches[layer_id])
+            if self.specs[layer_id].latent and self.fault == "values of the last elements of the keys":
+                v = k[..., -self.specs[layer_id].value_head_dim :]
+            if not self.specs[layer_id].latent and self.fault == "values of the keys":
+                v = k[..., torch.arange(v.shape[-1]) % k.shape[-1]]
             for row in range(first, end):
                 if kv_len == 0 and self.fault != "empty rows left as they were":
                     out[row] = 0
@@ -176,6 +183,9 @@ FAULTS = {
     "the first head's sink for its whole group": ERROR,
     "caps the sinks": ERROR,
     "scales the sinks": ERROR,
+    "values of the last elements of the keys": ERROR,
+    "values of the keys": ERROR,
+    "appends values over keys": r"slot \d+ of the k cache is written wrongly",
     "adds the mask": ERROR,
     "hides what is not finite": r"sequence \d+, token \d+ of \d+ is finite, but sees a key or value that is not",
     "modifies q": "the inputs were modified",
@@ -233,6 +243,14 @@ def test_sink_fault_is_found_in_every_phase(fault: str, phase: str) -> None:
     assert re.search(ERROR, found)
 
 
+@pytest.mark.parametrize("fault", ["values of the last elements of the keys", "appends values over keys"])
+@pytest.mark.parametrize("phase", ["decode", "prefill", "mixed", "graph-decode"])
+def test_fault_of_a_latent_layer_is_found_in_every_phase(fault: str, phase: str) -> None:
+    found = _error(fault, next(case for case in CASES if case.name == f"{phase}-latent"))
+    assert found is not None
+    assert re.search(FAULTS[fault], found)
+
+
 def test_int32_offsets_are_found() -> None:
     check_large_cache(PlainBackend)
     with pytest.raises(ConformanceError, match="large cache"):
@@ -248,5 +266,11 @@ def test_refusal_is_reported_not_passed() -> None:
     assert refused == "attention backend 'plain' cannot serve layer 0: head_dim 80; served are [64, 128]"
     assert run_case(Narrow, by_name["graph-decode"]).refused == "plain has no decode in a full graph"
     assert run_case(Narrow, by_name["decode"]).refused is None
+    refused = run_case(Narrow, by_name["decode-latent"]).refused
+    assert refused is not None
+    assert "latent keys; served are layers with keys and values" in refused
+    refused = run_case(Narrow, by_name["decode-vdim32"]).refused
+    assert refused is not None
+    assert "v_head_dim 32; served is that of the keys, 64" in refused
     refused = run_case(Narrow, by_name["decode-sinks"]).refused
     assert refused == "attention backend 'plain' cannot serve layer 0: attention sinks; served are layers without them"

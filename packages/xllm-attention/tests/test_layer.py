@@ -134,6 +134,54 @@ def test_sinks_that_do_not_fit(
         Attention(with_sinks, 1)(*_qkv(5), sinks)
 
 
+@pytest.fixture
+def latent(spec: AttentionSpec) -> AttentionSpec:
+    return replace(spec, latent=True, v_head_dim=5)
+
+
+def test_a_latent_layer_takes_its_values_from_the_keys(
+    make_backend: MakeBackend, spec: AttentionSpec, latent: AttentionSpec
+) -> None:
+    metadata = build_attention_metadata([3, 2], [3, 2], [[0], [1]], 4)
+    backend, expanded = make_backend([latent, latent]), make_backend([replace(spec, v_head_dim=5)])
+    backend.plan(metadata)
+    expanded.plan(metadata)
+    q, k, _ = _qkv(5)
+    v = k.unflatten(1, (K, D))[..., :5]
+    with forward_context(expanded), torch.inference_mode():
+        wanted = Attention(replace(spec, v_head_dim=5), 0)(q, k, v)
+    layer = Attention(latent, 1)
+    with forward_context(backend), torch.inference_mode():
+        flat = layer(q, k, None)
+        split = layer(q.unflatten(1, (H, D)), k.unflatten(1, (K, D)), None)
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")(q, k, None)
+    assert wanted.shape == flat.shape == (5, H * 5)
+    assert split.shape == (5, H, 5)
+    assert torch.equal(flat, wanted)
+    assert torch.equal(flat, split.flatten(1))
+    assert torch.equal(flat, compiled)
+
+
+def test_opcheck_of_a_latent_layer(make_backend: MakeBackend, latent: AttentionSpec) -> None:
+    backend = make_backend([latent])
+    backend.plan(build_attention_metadata([3, 2], [3, 2], [[0], [1]], 4))
+    q, k, _ = _qkv(5)
+    k = k.unflatten(1, (K, D))
+    args = (q.unflatten(1, (H, D)), k, k[..., :5], torch.zeros(5, H, 5), 0)
+    with forward_context(backend):
+        results = torch.library.opcheck(torch.ops.xllm.attention.default, args)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_values_against_the_spec(planned: AttentionBackend, spec: AttentionSpec, latent: AttentionSpec) -> None:
+    q, k, v = _qkv(5)
+    with forward_context(planned):
+        with pytest.raises(ValueError, match="v of layer 0 must be None: its spec is latent, values are part of k"):
+            Attention(latent, 0)(q, k, v)
+        with pytest.raises(ValueError, match="v of layer 0 is None; only latent layers have values"):
+            Attention(spec, 0)(q, k, None)
+
+
 def test_sinks_for_a_layer_without(planned: AttentionBackend, spec: AttentionSpec) -> None:
     message = r"sinks of layer 0 has shape \[6\]; its spec has no sinks, so it must be None"
     with forward_context(planned), pytest.raises(ValueError, match=message):

@@ -100,6 +100,22 @@ def test_what_it_refuses(dtype: torch.dtype, head_dim: int, message: str) -> Non
         create_backend("triton", [spec], replace(LIMITS, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"latent": True, "v_head_dim": 512},
+            "'triton' cannot serve layer 0: latent keys; served are layers with keys",
+        ),
+        ({"v_head_dim": 128}, "'triton' cannot serve layer 0: v_head_dim 128; served is that of the keys, 576"),
+    ],
+)
+def test_it_refuses_other_value_sizes_by_name(change: dict[str, Any], message: str) -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=576, scale=1.0)
+    with pytest.raises(ValueError, match=message):
+        create_backend("triton", [replace(spec, **change)], LIMITS)
+
+
 def test_a_cpu_without_the_interpreter() -> None:
     code = """
 import torch

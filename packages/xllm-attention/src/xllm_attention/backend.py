@@ -58,6 +58,10 @@ class BackendCapabilities:
         """Why the combination cannot be served, as `thing value; served are ...`; None when it can."""
         if spec.sinks and not self.sinks:
             return "attention sinks; served are layers without them"
+        if spec.latent and not self.latent:
+            return "latent keys; served are layers with keys and values"
+        if spec.v_head_dim and not spec.latent and not self.v_head_dims:
+            return f"v_head_dim {spec.v_head_dim}; served is that of the keys, {spec.head_dim}"
         for thing, value, served in (
             ("dtype", limits.dtype, self.dtypes),
             ("head_dim", spec.head_dim, self.head_dims),
@@ -67,10 +71,6 @@ class BackendCapabilities:
             if served is not None and value not in served:
                 listed = sorted(served, key=lambda one: (one if isinstance(one, int) else 0, str(one)))
                 return f"{thing} {value}; served are {listed}"
-        if spec.latent and not self.latent:
-            return "latent keys; served are layers with keys and values"
-        if spec.v_head_dim and not spec.latent and not self.v_head_dims:
-            return f"v_head_dim {spec.v_head_dim}; served is that of the keys, {spec.head_dim}"
         return None
 
 
@@ -99,7 +99,7 @@ def kv_pair(cache: LayerCache, spec: AttentionSpec) -> tuple[torch.Tensor, torch
 
 
 class AttentionBackend(ABC):
-    """Attention over paged KV caches [num_pages, page_size, num_kv_heads, head_dim] for all layers of a model.
+    """Attention over paged KV caches [num_pages, page_size, num_kv_heads, head dim] for all layers of a model.
 
     `bind_kv_caches` once, then for every step `plan` once and `run` once per layer. Subclasses fill the four hooks
     `_bind`, `_plan_step`, `_plan_group` and `_run`, and set `name` and `capabilities`.
@@ -255,12 +255,14 @@ class AttentionBackend(ABC):
     ) -> None:
         """Appends k, v at the step's slots (those below 0 are skipped), attends, and writes all of `out`.
 
-        T tokens, H heads, K kv heads, D head dim. Only launches work; after `plan(graph=True)` it may be captured.
+        T tokens, H heads, K kv heads, D head dim, V value head dim. Only launches work; after `plan(graph=True)` it may
+        be captured.
 
         Args:
             q: [T, H, D], any strides. T may exceed the planned step's tokens: the rest is padding.
-            k, v: [T, K, D], any strides. A token that is NaN or infinite may be overwritten.
-            out: [T, H, D]. Rows that belong to no live token, and those of KV length 0, get 0. Rows that see a key or
+            k: [T, K, D], any strides. A token that is NaN or infinite may be overwritten, and so in v.
+            v: [T, K, V], any strides. Neither read nor appended in a latent layer, whose values are part of k.
+            out: [T, H, V]. Rows that belong to no live token, and those of KV length 0, get 0. Rows that see a key or
                 value that is not finite are not finite; other rows are as without it.
             layer_id: the layer.
             sinks: contiguous [H] in q's dtype if the layer's spec has sinks, else None. Only `Attention` checks it.

@@ -12,7 +12,7 @@ from .spec import AttentionSpec
 class Attention(nn.Module):
     """Attention of one layer over the paged KV cache of the current backend.
 
-    T tokens, H heads, K kv heads, D head dim.
+    T tokens, H heads, K kv heads, D head dim, V value head dim.
 
     Args:
         spec: shape and formula.
@@ -25,34 +25,43 @@ class Attention(nn.Module):
         self.layer_id = layer_id
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Appends k, v and attends.
 
         Args:
             q: [T, H, D] or [T, H * D].
-            k, v: [T, K, D] or [T, K * D]. Views, such as slices of a fused projection, are taken as they are.
+            k: [T, K, D] or [T, K * D]. Views, such as slices of a fused projection, are taken as they are.
+            v: [T, K, V] or [T, K * V], as k. None if the spec is latent: the values are then k[..., :V].
             sinks: contiguous [H], q's dtype and device, if the spec has sinks; else None.
 
         Returns:
-            Contiguous tensor of q's shape. Rows that belong to no token of the step (padding) are 0.
+            Contiguous [T, H, V], or [T, H * V] for q [T, H * D]. Rows that belong to no token of the step (padding) are
+            0.
 
         Raises:
-            ValueError: sinks that do not fit the spec or q.
+            ValueError: sinks that do not fit the spec or q, or v missing or given against the spec.
         """
         spec, num_tokens = self.spec, q.shape[0]
         if spec.sinks or sinks is not None:
             self._check_sinks(q, sinks)
-        out = q.new_empty(q.shape)
+        k = k.reshape(num_tokens, spec.num_kv_heads, spec.head_dim)
+        if spec.latent:
+            if v is not None:
+                raise ValueError(f"v of layer {self.layer_id} must be None: its spec is latent, values are part of k")
+            v = k[..., : spec.value_head_dim]
+        elif v is None:
+            raise ValueError(f"v of layer {self.layer_id} is None; only latent layers have values that are part of k")
+        out = q.new_empty((num_tokens, spec.num_heads, spec.value_head_dim))
         attention(
             q.reshape(num_tokens, spec.num_heads, spec.head_dim),
-            k.reshape(num_tokens, spec.num_kv_heads, spec.head_dim),
-            v.reshape(num_tokens, spec.num_kv_heads, spec.head_dim),
-            out.view(num_tokens, spec.num_heads, spec.head_dim),
+            k,
+            v.reshape(num_tokens, spec.num_kv_heads, spec.value_head_dim),
+            out,
             self.layer_id,
             sinks,
         )
-        return out
+        return out if q.dim() == 3 else out.flatten(1)
 
     def _check_sinks(self, q: torch.Tensor, sinks: torch.Tensor | None) -> None:
         name = f"sinks of layer {self.layer_id}"

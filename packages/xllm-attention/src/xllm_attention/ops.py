@@ -23,7 +23,8 @@ def attention(
 ) -> None:
     """Appends k, v to layer `layer_id`'s cache, attends, and writes `out`; all by the current backend.
 
-    T tokens, H heads, K kv heads, D head dim: q [T, H, D], k and v [T, K, D], out [T, H, D], any strides.
+    T tokens, H heads, K kv heads, D head dim, V value head dim: q [T, H, D], k [T, K, D], v [T, K, V], out [T, H, V],
+    any strides. In a latent layer v is k[..., :V].
     sinks: contiguous [H] in q's dtype for a layer whose spec has them.
 
     Raises:

@@ -20,8 +20,11 @@ SHAPES = ("decode", "prefill", "mixed")
 PLAIN_ON_FLASHINFER = tuple(
     replace(case, head_dim=128, dtype=torch.bfloat16, windows=(0,) * len(case.windows), soft_cap=0.0)
     for case in CASES
-    if not case.sinks
+    if not (case.sinks or case.latent or case.v_head_dim)
 )
+# Layers whose values have the keys' size, and a cache of their own.
+EQUAL_SIZES = tuple(case for case in CASES if not (case.latent or case.v_head_dim))
+OTHER_SIZES = tuple(case for case in CASES if case.latent or case.v_head_dim)
 OTHER_ON_FLASHINFER = tuple(
     replace(BY_NAME[f"{shape}-{label}"], head_dim=head_dim, dtype=dtype)
     for labels, head_dim, dtype in (
@@ -38,13 +41,22 @@ OTHER_ON_FLASHINFER = tuple(
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", EQUAL_SIZES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_table(backend: str, case: Case) -> None:
     assert run_case(partial(create_backend, backend), case, device="cuda").refused is None
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", OTHER_SIZES, ids=lambda case: case.name)
+def test_other_value_sizes_are_served_by_torch_and_refused_by_name_elsewhere(case: Case) -> None:
+    assert run_case(partial(create_backend, "torch"), case, device="cuda").refused is None
+    for backend in ("triton", "flashinfer"):
+        refused = run_case(partial(create_backend, backend), case, device="cuda").refused
+        assert refused is not None
+        assert "cannot serve layer 0" in refused
+
+
+@pytest.mark.parametrize("case", EQUAL_SIZES, ids=lambda case: case.name)
 def test_triton_in_bfloat16(case: Case) -> None:
     case = replace(case, dtype=torch.bfloat16)
     assert run_case(partial(create_backend, "triton"), case, device="cuda").refused is None

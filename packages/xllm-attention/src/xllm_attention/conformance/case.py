@@ -35,6 +35,9 @@ class Case:
         windows: sliding window of each layer (0: none); the number of layers is its length.
         soft_cap: logits_soft_cap of every layer.
         sinks: every layer has attention sinks, of its own values.
+        v_head_dim: elements of a value head, of every layer; 0 is head_dim.
+        latent: a token's value is the first elements of its key, in every layer. The backend gets values that are all
+            NaN, which it must not read.
         bucket: pad the step's tokens, and in decode its sequences, to this number in persistent buffers; in other
             phases two sequences without tokens are added.
         extra_rows: rows of q, k, v and out beyond the step's tokens.
@@ -55,6 +58,8 @@ class Case:
     windows: tuple[int, ...] = (0,)
     soft_cap: float = 0.0
     sinks: bool = False
+    v_head_dim: int = 0
+    latent: bool = False
     dtype: torch.dtype = torch.float32
     page_size: int = 16
     bucket: int | None = None
@@ -86,9 +91,16 @@ class Case:
                 sliding_window=window,
                 logits_soft_cap=self.soft_cap,
                 sinks=self.sinks,
+                v_head_dim=self.v_head_dim,
+                latent=self.latent,
             )
             for window in self.windows
         )
+
+    @property
+    def value_head_dim(self) -> int:
+        """Elements of a value head."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def final_lens(self) -> tuple[int, ...]:

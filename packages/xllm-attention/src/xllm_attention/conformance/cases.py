@@ -59,6 +59,7 @@ def _varied() -> tuple[Case, ...]:
     cases += _named(tuple(replace(c, soft_cap=1.5, windows=(5,)) for c in base), "cap-window5")
     cases += _named(tuple(replace(c, windows=(0, 7, 0, 7, 16)) for c in base), "groups3")
     cases += _sinks(base)
+    cases += _value_dims(base)
     for layout in (CacheLayout.KV_INTERLEAVED, CacheLayout.HEADS_FIRST):
         cases += _named(tuple(replace(c, layout=layout) for c in base), layout.value)
     cases += _named(tuple(replace(c, poison=300.0) for c in base), "garbage")
@@ -75,6 +76,32 @@ def _sinks(base: tuple[Case, ...]) -> tuple[Case, ...]:
         *_named(tuple(replace(c, dtype=torch.bfloat16, num_heads=16) for c in base), "sinks-bf16-group8"),
         *_named(tuple(replace(c, dtype=torch.float16, head_dim=80) for c in base), "sinks-fp16-dim80"),
     )
+
+
+def _value_dims(base: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Value heads of another size than key heads, and latent layers, whose values are part of their keys."""
+    cases: list[Case] = []
+    for v_head_dim in (32, 128):
+        cases += _named(tuple(replace(c, v_head_dim=v_head_dim) for c in base), f"vdim{v_head_dim}")
+    expanded = tuple(replace(c, head_dim=192, v_head_dim=128, num_kv_heads=4) for c in base)
+    cases += _named(expanded, "dim192-vdim128")
+    cases += _named(
+        tuple(replace(c, v_head_dim=40, soft_cap=1.5, windows=(0, 5), sinks=True) for c in base), "vdim40-all"
+    )
+    for layout in (CacheLayout.KV_INTERLEAVED, CacheLayout.HEADS_FIRST):
+        cases += _named(tuple(replace(c, layout=layout, v_head_dim=32) for c in base), f"vdim32-{layout.value}")
+    small = tuple(replace(c, latent=True, num_kv_heads=1, head_dim=24, v_head_dim=16) for c in base)
+    large = tuple(replace(c, latent=True, num_kv_heads=1, head_dim=576, v_head_dim=512) for c in base)
+    cases += _named(small, "latent")
+    cases += _named(tuple(replace(c, num_heads=16) for c in large), "latent576-group16")
+    cases += _named(tuple(replace(c, dtype=torch.bfloat16, num_heads=20) for c in large), "latent576-bf16-group20")
+    cases += _named(tuple(replace(c, dtype=torch.float16) for c in large), "latent576-fp16")
+    cases += _named(tuple(replace(c, num_kv_heads=2, v_head_dim=0) for c in small), "latent-kvheads2-whole")
+    cases += _named(tuple(replace(c, soft_cap=1.5, windows=(0, 5), sinks=True) for c in small), "latent-all")
+    cases += _named(
+        tuple(replace(c, layout=CacheLayout.HEADS_FIRST, num_kv_heads=2) for c in small), "latent-heads_first"
+    )
+    return tuple(cases)
 
 
 def _chunks(length: int, window: int) -> Case:
@@ -153,6 +180,9 @@ def _padded() -> tuple[Case, ...]:
         ("-bf16", replace(cases[0], dtype=torch.bfloat16, head_dim=128)),
         ("-garbage", replace(cases[0], poison=300.0, windows=(0, 16))),
         ("-heads-first", replace(cases[0], layout=CacheLayout.HEADS_FIRST)),
+        ("-vdim", replace(cases[0], head_dim=96, v_head_dim=64, windows=(0, 16))),
+        ("-latent", replace(cases[0], latent=True, num_kv_heads=1, head_dim=24, v_head_dim=16, windows=(0, 16))),
+        ("-latent576", replace(cases[0], latent=True, num_kv_heads=1, head_dim=576, v_head_dim=512, num_heads=16)),
     ):
         cases.append(replace(case, name=f"graph-decode{label}", graph=True, extra_rows=0))
     return tuple(cases)
@@ -183,6 +213,17 @@ def _bad() -> tuple[Case, ...]:
             replace(case, name=f"{case.name}-v-window", windows=(7, 3), bad_v_only=True),
             replace(case, name=f"{case.name}-cap", soft_cap=1.5),
             replace(case, name=f"{case.name}-sinks", sinks=True, windows=(0, 7)),
+            replace(case, name=f"{case.name}-v-vdim", bad_v_only=True, v_head_dim=24),
+            replace(case, name=f"{case.name}-latent", latent=True, num_kv_heads=1, head_dim=24, v_head_dim=16),
+            replace(
+                case,
+                name=f"{case.name}-v-latent",
+                bad_v_only=True,
+                latent=True,
+                num_kv_heads=1,
+                v_head_dim=40,
+                windows=(7, 3),
+            ),
             replace(case, name=f"{case.name}-bf16", dtype=torch.bfloat16, head_dim=128, bucket=64),
         ]
     long = Case(name="bad-long-chunk", prefix_lens=(700,), steps=(((0, 300),),), bad_tokens=((0, 850),), num_heads=2)
@@ -199,6 +240,26 @@ def _long() -> tuple[Case, ...]:
         Case(name="long-decode-sinks", prefix_lens=(3000, 1, 800), steps=_decode(3, 2), windows=(0, 1000), sinks=True),
         Case(name="long-chunk-sinks", prefix_lens=(1030, 3), steps=(((0, 300), (1, 1)),), windows=(0, 250), sinks=True),
         Case(name="long-prefill-sinks", prefix_lens=(0,), steps=(((0, 700),),), num_heads=2, sinks=True),
+        Case(
+            name="long-chunk-latent",
+            prefix_lens=(700, 3),
+            steps=(((0, 300), (1, 1)),),
+            latent=True,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=96,
+            v_head_dim=64,
+        ),
+        Case(
+            name="long-decode-latent",
+            prefix_lens=(3000, 1, 800),
+            steps=_decode(3),
+            latent=True,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=96,
+            v_head_dim=64,
+        ),
         Case(name="long-chunk-cap", prefix_lens=(400,), steps=(((0, 300),),), soft_cap=1.5, num_heads=2),
     )
 

@@ -31,7 +31,7 @@ class StepInputs:
     slots: torch.Tensor  # [live tokens] int64, host: the slots to write
     live_rows: torch.Tensor  # [live tokens] int64, host: their rows
     bad_rows: torch.Tensor  # [bad tokens] int64, host: their rows
-    qkv: tuple[torch.Tensor, ...]  # per layer [R, (H + 2 K) * D], NaN in rows that are not live
+    qkv: tuple[torch.Tensor, ...]  # per layer [R, H * D + K * D + K * V], NaN in rows that are not live
 
     @property
     def bad_slots(self) -> torch.Tensor:
@@ -50,15 +50,15 @@ class BackendHarness:
         self.lens = list(case.prefix_lens)
         self.tables, self.num_pages = _page_tables(case, random.Random(seed))
         self.caches = [_make_cache(case, self.num_pages, device) for _ in case.windows]
-        # Per layer and sequence: all keys and values so far, [L, K, D] each, in the case's dtype on the CPU.
+        # Per layer and sequence: all keys [L, K, D] and values [L, K, V] so far, in the case's dtype on the CPU.
         self.history: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for cache in self.caches:
             self.history.append([])
             for seq, prefix_len in enumerate(case.prefix_lens):
-                kv = self._random(2, prefix_len, case.num_kv_heads, case.head_dim)
-                self.history[-1].append((kv[0], kv[1]))
+                _, k, v = self.split(self._random(prefix_len, self.width))
+                self.history[-1].append((k, v))
                 slots = torch.tensor([self._slot(seq, p) for p in range(prefix_len)], dtype=torch.int64)
-                write(cache, slots, kv[0], kv[1])
+                write(cache, slots, k, v)
         self.sinks = tuple(self._draw_sinks() for _ in case.windows)
         self._static: StaticAttentionMetadata | None = None
 
@@ -92,11 +92,24 @@ class BackendHarness:
             qkv=qkv,
         )
 
+    @property
+    def width(self) -> int:
+        """Columns of a fused tensor: H * D of q, K * D of k, and K * V of v unless values are part of the keys."""
+        case = self.case
+        v_width = 0 if case.latent else case.num_kv_heads * case.value_head_dim
+        return (case.num_heads + case.num_kv_heads) * case.head_dim + v_width
+
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views q [R, H, D], k and v [R, K, D] of a fused tensor."""
-        h, k = self.case.num_heads, self.case.num_kv_heads
-        heads = qkv.view(qkv.shape[0], h + 2 * k, self.case.head_dim)
-        return heads[:, :h], heads[:, h : h + k], heads[:, h + k :]
+        """Views q [R, H, D], k [R, K, D] and v [R, K, V] of a fused tensor; in a latent layer v is a view of k."""
+        case = self.case
+        k_begin = case.num_heads * case.head_dim
+        v_begin = k_begin + case.num_kv_heads * case.head_dim
+        num_rows = qkv.shape[0]
+        q = qkv[:, :k_begin].view(num_rows, case.num_heads, case.head_dim)
+        k = qkv[:, k_begin:v_begin].view(num_rows, case.num_kv_heads, case.head_dim)
+        if case.latent:
+            return q, k, k[..., : case.value_head_dim]
+        return q, k, qkv[:, v_begin:].view(num_rows, case.num_kv_heads, case.value_head_dim)
 
     def _draw_sinks(self) -> torch.Tensor | None:
         """[H] sinks of one layer: some matter little next to the scores, some outweigh them."""
@@ -113,13 +126,12 @@ class BackendHarness:
         rows: list[tuple[int, int, int]],
     ) -> torch.Tensor:
         case = self.case
-        width = (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
-        qkv = torch.full((num_rows, width), torch.nan, dtype=case.dtype)
-        qkv[live] = self._random(len(live), width)
+        qkv = torch.full((num_rows, self.width), torch.nan, dtype=case.dtype)
+        qkv[live] = self._random(len(live), self.width)
         qkv[live, : case.num_heads * case.head_dim] *= 2  # a softmax with some contrast
         _, k, v = self.split(qkv)
         if case.bad_v_only:
-            v[bad, -1, case.head_dim // 2] = case.bad_value
+            v[bad, -1, case.value_head_dim // 2] = case.bad_value
         else:
             qkv[bad] = case.bad_value
         for seq, first, num_tokens in rows:
@@ -163,9 +175,10 @@ class BackendHarness:
 
 
 def write(cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Writes k, v [n, K, D] at the slots [n] of a layer's cache."""
+    """Writes k [n, K, D] and v [n, K, V] at the slots [n] of a layer's cache; a latent layer has no v cache."""
     for tensor, values in ((cache.k, k), (cache.v, v)):
-        assert tensor is not None
+        if tensor is None:
+            continue
         page_size = tensor.shape[1]
         for slot, value in zip(slots.tolist(), values.to(tensor.device), strict=True):
             tensor[slot // page_size, slot % page_size] = value
@@ -198,13 +211,19 @@ def _page_tables(case: Case, rng: random.Random) -> tuple[list[list[int]], int]:
 
 
 def _make_cache(case: Case, num_pages: int, device: torch.device) -> LayerCache:
-    """A layer's cache [num_pages, page_size, K, D], poisoned throughout."""
-    k, p, d = case.num_kv_heads, case.page_size, case.head_dim
+    """A layer's cache, poisoned throughout: k [num_pages, page_size, K, D], and v [..., V] unless it is latent."""
+    k, p, d, v = case.num_kv_heads, case.page_size, case.head_dim, case.value_head_dim
     if case.layout is CacheLayout.KV_INTERLEAVED:
-        both = torch.full((num_pages, 2, p, k, d), case.poison, dtype=case.dtype, device=device)
-        return LayerCache(k=both[:, 0], v=both[:, 1])
-    if case.layout is CacheLayout.HEADS_FIRST:
-        pair = torch.full((2, num_pages, k, p, d), case.poison, dtype=case.dtype, device=device)
-        return LayerCache(k=pair[0].transpose(1, 2), v=pair[1].transpose(1, 2))
-    plain = torch.full((2, num_pages, p, k, d), case.poison, dtype=case.dtype, device=device)
-    return LayerCache(k=plain[0], v=plain[1])
+        both = torch.full((num_pages, 2, p, k, max(d, v)), case.poison, dtype=case.dtype, device=device)
+        pair = (both[:, 0, ..., :d], both[:, 1, ..., :v])
+    elif case.layout is CacheLayout.HEADS_FIRST:
+        first, second = (
+            torch.full((num_pages, k, p, size), case.poison, dtype=case.dtype, device=device) for size in (d, v)
+        )
+        pair = (first.transpose(1, 2), second.transpose(1, 2))
+    else:
+        first, second = (
+            torch.full((num_pages, p, k, size), case.poison, dtype=case.dtype, device=device) for size in (d, v)
+        )
+        pair = (first, second)
+    return LayerCache(k=pair[0]) if case.latent else LayerCache(k=pair[0], v=pair[1])

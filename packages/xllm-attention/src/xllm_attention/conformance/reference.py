@@ -10,21 +10,24 @@ from ..spec import AttentionSpec
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attends the last R tokens of a sequence of L tokens. H heads, K kv heads, D head dim.
+    """Attends the last R tokens of a sequence of L tokens. H heads, K kv heads, D head dim, V value head dim.
 
     Args:
         q: [R, H, D] queries of positions L - R .. L - 1.
-        k, v: [L, K, D] of all positions.
+        k: [L, K, D] of all positions.
+        v: [L, K, V] of all positions. In a latent layer it is not read: the values are the first elements of the keys.
         spec: shape and formula, as `AttentionSpec` states it.
         sinks: [H], of a spec with sinks.
 
     Returns:
-        [R, H, D] float64, on the CPU.
+        [R, H, V] float64, on the CPU.
     """
+    if spec.latent:
+        v = k[:, :, : spec.value_head_dim]
     q, k, v = (tensor.to("cpu", torch.float64) for tensor in (q, k, v))
     sinks = None if sinks is None else sinks.to("cpu", torch.float64)
     prefix_len = k.shape[0] - q.shape[0]
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], spec.value_head_dim))
     for row in range(q.shape[0]):
         position = prefix_len + row
         first = 0 if spec.sliding_window == 0 else max(0, position + 1 - spec.sliding_window)

@@ -98,7 +98,9 @@ def _run_layer(backend: AttentionBackend, harness: BackendHarness, inputs: StepI
     q, k, v = harness.split(qkv)
     live = inputs.live_rows.to(harness.device)
     write(LayerCache(**expected), inputs.slots, k[live], v[live])
-    out = q.new_full(q.shape, torch.nan)
+    out = q.new_full((*q.shape[:2], harness.case.value_head_dim), torch.nan)
+    if harness.case.latent:
+        v = torch.full_like(v, torch.nan)  # a backend that reads or appends it is found
     backend.run(q, k, v, out, layer, harness.sinks[layer])
     if not _same_bytes(qkv[kept], untouched):
         raise ConformanceError(f"{where}: the inputs were modified")

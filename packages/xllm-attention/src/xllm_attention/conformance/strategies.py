@@ -9,8 +9,18 @@ from .case import EMPTY, CacheLayout, Case
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, dtypes: tuple[torch.dtype, ...] = (torch.float32,), graph: bool = False) -> Case:
-    """Draws a case of up to 5 sequences and 3 steps: any phases in any order, or decode steps only for a graph."""
+def cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    graph: bool = False,
+    v_head_dims: bool = False,
+    latent: bool = False,
+) -> Case:
+    """Draws a case of up to 5 sequences and 3 steps: any phases in any order, or decode steps only for a graph.
+
+    v_head_dims, latent: as the backend's capabilities; some of the cases then have such layers.
+    """
     prefix_lens = draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
     seqs = range(len(prefix_lens))
     steps = []
@@ -24,13 +34,18 @@ def cases(draw: st.DrawFn, *, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
         steps.append(tuple(step))
     largest = max(sum(n for _, n in step) for step in steps)
     padding = draw(st.integers(0, 5))
+    head_dim = draw(st.sampled_from((16, 64, 80)))
+    is_latent = latent and draw(st.booleans())
+    v_head_dim = draw(st.sampled_from((0, 8, 16, *(() if is_latent else (96,))))) if is_latent or v_head_dims else 0
     return Case(
         name="random",
         prefix_lens=tuple(prefix_lens),
         steps=tuple(steps),
         num_kv_heads=(num_kv_heads := draw(st.integers(1, 3))),
         num_heads=num_kv_heads * draw(st.integers(1, 8)),
-        head_dim=draw(st.sampled_from((16, 64, 80))),
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        latent=is_latent,
         windows=tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=2))),
         soft_cap=draw(st.sampled_from((0.0, 2.0))),
         sinks=draw(st.booleans()),

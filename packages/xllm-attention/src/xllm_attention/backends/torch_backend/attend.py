@@ -18,20 +18,21 @@ def attend(
     causal: bool,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends R query rows over L keys. R rows, L keys, H heads, K kv heads, D head dim.
+    """Attends R query rows over L keys. R rows, L keys, H heads, K kv heads, D head dim, V value head dim.
 
     Args:
         q: [R, H, D].
-        k, v: [L, K, D].
+        k: [L, K, D].
+        v: [L, K, V].
         spec: shape and formula.
         mask: [R, L] added to the scores (0 or -inf); None when every row sees every key, or when `causal` says.
-        causal: row i sees keys 0..i; needs R = L and no mask, no soft cap and no sinks.
+        causal: row i sees keys 0..i; needs R = L, no mask, and a spec that is not `written_out`.
         sinks: [H], of a spec with sinks.
 
     Returns:
-        [R, H, D] in q's dtype.
+        [R, H, V] in q's dtype.
     """
-    if spec.logits_soft_cap or sinks is not None:
+    if written_out(spec):
         return _attend_written_out(q, k, v, spec, mask, sinks)
     if q.shape[0] == 1:
         # The heads of a group see the same keys, so they may stand as rows: [1, K, G, D] needs no repeated keys.
@@ -50,6 +51,15 @@ def attend(
         enable_gqa=spec.group_size > 1,
     )
     return out[0].transpose(0, 1)
+
+
+def written_out(spec: AttentionSpec) -> bool:
+    """Whether PyTorch's fused kernels cannot compute the spec: they know neither soft cap nor sinks.
+
+    On a CPU they need values of the keys' size. For others PyTorch repeats the keys for every head of a group, which
+    for latent layers is a copy per head.
+    """
+    return bool(spec.logits_soft_cap or spec.sinks or spec.v_head_dim or spec.latent)
 
 
 def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
@@ -78,7 +88,7 @@ def _attend_written_out(
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`attend` written out, since PyTorch's fused kernels know neither soft cap nor sinks."""
+    """`attend` written out, for specs that are `written_out`."""
     high = accumulation_dtype(q.dtype)
     grouped = q.reshape(q.shape[0], spec.num_kv_heads, spec.group_size, spec.head_dim).to(high)
     scores = torch.einsum("rkgd,lkd->kgrl", grouped, k.to(high)) * spec.scale
@@ -87,4 +97,4 @@ def _attend_written_out(
         scores = scores + mask
     per_row = None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size, 1, 1)
     out = torch.einsum("kgrl,lkd->rkgd", softmax(scores, per_row), v.to(high))
-    return out.reshape(q.shape).to(q.dtype)
+    return out.reshape(q.shape[0], spec.num_heads, spec.value_head_dim).to(q.dtype)

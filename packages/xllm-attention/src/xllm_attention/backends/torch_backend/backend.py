@@ -23,6 +23,8 @@ class TorchBackend(AttentionBackend):
     capabilities = BackendCapabilities(
         full_graph_phases=frozenset({Phase.DECODE}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+        v_head_dims=True,
+        latent=True,
         sinks=True,
     )
 
@@ -57,8 +59,10 @@ class TorchBackend(AttentionBackend):
     ) -> None:
         k_cache, v_cache = self._caches[layer_id]
         append(self._append, k, k_cache)
-        append(self._append, v, v_cache)
-        plan = self._plans[self.group_of_layer[layer_id]]
+        group = self.group_of_layer[layer_id]
+        if not self.group_specs[group].latent:
+            append(self._append, v, v_cache)
+        plan = self._plans[group]
         if isinstance(plan, DenseDecode):
             plan.run(q, k_cache, v_cache, out, sinks)
         else:

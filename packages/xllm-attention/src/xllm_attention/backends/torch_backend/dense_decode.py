@@ -69,7 +69,7 @@ class DenseDecode:
         out: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Attends q [T, H, D], row i being sequence i, and writes all of out [T, H, D]; other rows get 0.
+        """Attends q [T, H, D], row i being sequence i, and writes all of out [T, H, V]; other rows get 0.
 
         sinks: [H], of a spec with sinks.
         """
@@ -77,13 +77,14 @@ class DenseDecode:
         hidden = self._hidden[:num_seqs]
         high = accumulation_dtype(q.dtype)
         k = self._gather(k_cache).to(high)  # [B, M * P, K, D]
-        v = self._gather(v_cache).masked_fill(hidden[:, :, None, None], 0).to(high)
+        v = k[..., : spec.value_head_dim] if spec.latent else self._gather(v_cache)  # [B, M * P, K, V]
+        v = v.masked_fill(hidden[:, :, None, None], 0).to(high)
         grouped = q[:num_seqs].reshape(num_seqs, spec.num_kv_heads, spec.group_size, spec.head_dim).to(high)
         scores = torch.einsum("bkgd,blkd->bkgl", grouped, k) * spec.scale
         scores = soft_cap(scores, spec.logits_soft_cap).masked_fill(hidden[:, None, None, :], float("-inf"))
         per_row = None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size, 1)
         result = torch.einsum("bkgl,blkd->bkgd", softmax(scores, per_row), v)
-        result = result.reshape(num_seqs, spec.num_heads, spec.head_dim)
+        result = result.reshape(num_seqs, spec.num_heads, spec.value_head_dim)
         # An empty row's softmax has no term and is NaN, unless there are sinks.
         out[:num_seqs] = result.masked_fill(self._empty[:num_seqs, None, None], 0).to(out.dtype)
         out[num_seqs:].zero_()

@@ -13,7 +13,7 @@ import torch
 
 from ...backend import Step
 from ...spec import AttentionSpec
-from .attend import attend
+from .attend import attend, written_out
 
 # Rows of one block of a masked query. Bounds the mask and the scores; large enough that a block is one big product.
 QUERY_BLOCK = 256
@@ -109,31 +109,37 @@ def run_ragged(
     out: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Attends q [T, H, D] over the caches and writes all of out [T, H, D]; rows that no block covers get 0.
+    """Attends q [T, H, D] over the caches and writes all of out [T, H, V]; rows that no block covers get 0.
 
     sinks: [H], of a spec with sinks.
     """
+    spec = plan.spec
     if plan.num_rows < out.shape[0]:
         out.zero_()
     for sequence in plan.sequences:
         # Whole pages at a time: far fewer and longer copies than token by token, and any cache strides will do.
         k = k_cache.index_select(0, sequence.pages).flatten(0, 1)[sequence.tokens]
-        v = v_cache.index_select(0, sequence.pages).flatten(0, 1)[sequence.tokens]
+        if spec.latent:
+            v = k[..., : spec.value_head_dim]
+        else:
+            v = v_cache.index_select(0, sequence.pages).flatten(0, 1)[sequence.tokens]
         if not any(block.hides_keys for block in sequence.blocks):
             (block,) = sequence.blocks
             out[block.rows] = attend(
-                q[block.rows], k[block.keys], v[block.keys], plan.spec, mask=None, causal=False, sinks=sinks
+                q[block.rows], k[block.keys], v[block.keys], spec, mask=None, causal=False, sinks=sinks
             )
             continue
         # A mask does not remove a NaN: 0 * NaN is NaN. So bad keys become 0, and rows that see one become NaN.
-        bad = ~(k.isfinite() & v.isfinite()).flatten(1).all(dim=1)  # [L]
+        bad = ~k.isfinite().flatten(1).all(dim=1)  # [L]
+        if not spec.latent:
+            bad |= ~v.isfinite().flatten(1).all(dim=1)
         k, v = (x.masked_fill(bad[:, None, None], 0.0) for x in (k, v))
         for block in sequence.blocks:
             result = attend(
                 q[block.rows],
                 k[block.keys],
                 v[block.keys],
-                plan.spec,
+                spec,
                 mask=block.mask,
                 causal=block.causal,
                 sinks=sinks,
@@ -150,8 +156,7 @@ def _plan_blocks(rows: slice, kv_len: int, first_key: int, spec: AttentionSpec, 
     """Cuts a sequence's query rows into blocks; `first_key` is the position of the first gathered key."""
     q_len = rows.stop - rows.start
     prefix_len = kv_len - q_len
-    written_out = spec.logits_soft_cap > 0 or spec.sinks
-    plain = prefix_len == 0 and not written_out and not 0 < spec.sliding_window < kv_len
+    plain = prefix_len == 0 and not written_out(spec) and not 0 < spec.sliding_window < kv_len
     if plain and q_len > 1:
         return (Block(rows=rows, keys=slice(0, kv_len), mask=None, causal=True),)
     blocks = []
