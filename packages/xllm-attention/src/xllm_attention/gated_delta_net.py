@@ -1,14 +1,17 @@
 """`GatedDeltaNetSpec`: causal convolution and gated delta rule (arXiv:2412.06464), as Qwen3-Next has them.
 
-Owns the formula in PyTorch ops. T rows of the step, B sequences, C channels, W taps of the convolution, Hk key heads,
-Hv value heads, Dk and Dv elements of a key and a value head.
+Owns the formula in PyTorch ops. On a CUDA device, decode steps run in Triton kernels (`gated_delta_kernels`). T rows of
+the step, B sequences, C channels, W taps of the convolution, Hk key heads, Hv value heads, Dk and Dv elements of a key
+and a value head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache as cache_results
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -16,6 +19,9 @@ from torch.nn import functional
 from xllm_metadata import CacheSpec, LayerCache
 
 from .state import StateSpec, StateStep, read_states, write_states
+
+if TYPE_CHECKING:
+    from .gated_delta_kernels import GatedDeltaDecode
 
 CHUNK = 64  # rows that one triangular system covers
 _EPS = 1e-6  # of the norms of queries and keys
@@ -86,6 +92,10 @@ class GatedDeltaNetSpec(StateSpec):
         if num_rows < out.shape[0]:
             out[num_rows:].zero_()
         if num_seqs == 0:
+            return
+        if step.decode and qkv.is_cuda and cache.ssm.dtype is torch.float32 and (kernels := _decode_kernels()):
+            rows = (qkv[:num_rows], b[:num_rows], a[:num_rows], conv_weight, a_log, dt_bias)
+            kernels(step, cache.conv, cache.ssm, rows, out[:num_rows])
             return
         high = cache.ssm.dtype
         beta = b[:num_rows].sigmoid().to(high)  # rounded to the model's dtype, as in HF
@@ -175,6 +185,16 @@ class GatedDeltaNetSpec(StateSpec):
             rest = (total[:, -1:] - total).exp()[..., None]
             state = total[:, -1].exp()[:, None, None] * state + (k * rest).mT @ added
         return torch.cat(outputs, dim=1).transpose(0, 1), state
+
+
+@cache_results
+def _decode_kernels() -> GatedDeltaDecode | None:
+    """The Triton kernels of decode steps; None where Triton is not installed."""
+    try:
+        from .gated_delta_kernels import GatedDeltaDecode
+    except ImportError:
+        return None
+    return GatedDeltaDecode()
 
 
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:
