@@ -56,6 +56,10 @@ STATES = build_attention_metadata(
             lambda s: replace(linear_state_write_indices=None)(with_value("linear_state_indices", 1, 5)(s)),
             r"linear_state_indices\[1\] is 5; sequences 0 and 1 both write it",
         ),
+        (
+            with_value("linear_state_indices", 1, 7),
+            r"linear_state_indices\[1\] is 7, which sequence 0 writes in this step",
+        ),
         (replace(linear_state_indices=None), "linear_state_write_indices is present without linear_state_indices"),
         (
             with_value("has_initial_state", 0, False),

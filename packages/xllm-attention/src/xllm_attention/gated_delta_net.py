@@ -94,8 +94,8 @@ class GatedDeltaNetSpec(StateSpec):
         if num_seqs == 0:
             return
         if step.decode and qkv.is_cuda and cache.ssm.dtype is torch.float32 and (kernels := _decode_kernels()):
-            rows = (qkv[:num_rows], b[:num_rows], a[:num_rows], conv_weight, a_log, dt_bias)
-            kernels(step, cache.conv, cache.ssm, rows, out[:num_rows])
+            of_rows = (qkv[:num_rows], b[:num_rows], a[:num_rows])
+            kernels(step, cache.conv, cache.ssm, (*of_rows, conv_weight, a_log, dt_bias), out[:num_rows])
             return
         high = cache.ssm.dtype
         beta = b[:num_rows].sigmoid().to(high)  # rounded to the model's dtype, as in HF

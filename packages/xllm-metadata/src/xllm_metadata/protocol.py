@@ -112,7 +112,8 @@ class AttentionMetadata(Protocol):
         torch.Tensor | None,
         device_tensor(
             "B",
-            "state slot that each sequence's new state is written to; -1: none. Absent: linear_state_indices",
+            "state slot that each sequence's new state is written to, and that no other sequence of the step reads or "
+            "writes; -1: none. Absent: linear_state_indices",
             Padding.MINUS_ONE,
             presence=Presence.OPTIONAL,
             since=(1, 1),

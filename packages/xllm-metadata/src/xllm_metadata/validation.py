@@ -248,6 +248,9 @@ def _check_states(values: dict[str, list[int]], q_lens: list[int], kv_lens: list
     for i, slot in enumerate(values[name]):
         if slot >= 0 and writer.setdefault(slot, i) != i:
             raise ValueError(f"{name}[{i}] is {slot}; sequences {writer[slot]} and {i} both write it")
+    for i, slot in enumerate(values["linear_state_indices"]):
+        if slot >= 0 and writer.get(slot, i) != i:
+            raise ValueError(f"linear_state_indices[{i}] is {slot}, which sequence {writer[slot]} writes in this step")
     for i, initial in enumerate(values.get("has_initial_state", ())):
         if bool(initial) != (kv_lens[i] > q_lens[i]):
             raise ValueError(
