@@ -77,6 +77,14 @@ def test_states_are_checked(corrupt: Callable[[Any], Any], message: str) -> None
         check(corrupt(STATES))
 
 
+@pytest.mark.parametrize("name", ["linear_state_indices", "linear_state_write_indices"])
+def test_a_slot_beyond_the_caches_is_named(name: str) -> None:
+    sizes = {"num_tokens": 4, "num_seqs": 2, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
+    validate(STATES, **sizes, num_slots=8)
+    with pytest.raises(ValueError, match=rf"{name}\[1\] is 8; it must be -1 or 0 to 7"):
+        validate(with_value(name, 1, 8)(STATES), **sizes, num_slots=8)
+
+
 def test_sequences_may_read_one_state_and_have_none() -> None:
     """A fork reads the state of another sequence, and padding has no slot."""
     check(with_value("linear_state_indices", 1, 5)(STATES))

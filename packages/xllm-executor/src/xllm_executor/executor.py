@@ -20,6 +20,7 @@ from xllm_attention import AttentionBackend, BackendLimits, create_backend
 from xllm_graph import CaptureReport, GraphPass, RunnerSet
 from xllm_metadata import (
     AttentionMetadata,
+    CacheKind,
     LayerCache,
     StaticAttentionMetadata,
     build_attention_metadata,
@@ -96,6 +97,7 @@ class ModelExecutor:
         self._vocab_size = model.config.vocab_size
         self._checks_token_ids = self._validate or not reading_waits(model.device)
         self._num_pages: int | None = None
+        self._num_slots: int | None = None  # None: no layer keeps a state
         self._warmup_plans = self._backend.plan_counts
 
     def bind_kv_caches(self, caches: Sequence[LayerCache | Sequence[torch.Tensor | None]]) -> None:
@@ -121,6 +123,8 @@ class ModelExecutor:
         self._runners = make_runners(model, self.config, self._backend, self._sizes, self._graph_passes)
         self._device = first.device  # with its index, as every step's tensors have it
         self._num_pages = first.shape[0]
+        states = [tensor for layer in layers for tensor in layer.of_kind(CacheKind.STATE)]
+        self._num_slots = states[0].shape[0] if states else None
 
     def warmup(self) -> None:
         """Compiles kernels and captures the configured graphs, so that the first request does not wait for them.
@@ -185,6 +189,7 @@ class ModelExecutor:
                     num_tokens=tokens.shape[0],
                     num_seqs=metadata.paged_kv_last_page_len_host.shape[0],
                     num_pages=self._num_pages,
+                    num_slots=self._num_slots,
                     page_size=self._backend.page_size,
                     positions=positions,
                     logits_indices=logits_indices,

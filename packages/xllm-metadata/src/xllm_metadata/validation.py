@@ -44,6 +44,7 @@ def validate(
     num_seqs: int,
     num_pages: int,
     page_size: int,
+    num_slots: int | None = None,
     positions: torch.Tensor | None = None,
     logits_indices: torch.Tensor | None = None,
 ) -> None:
@@ -55,6 +56,7 @@ def validate(
         num_seqs: B.
         num_pages: pages in the KV cache.
         page_size: tokens per page.
+        num_slots: state slots, if they are known.
         positions: [T], position of each token.
         logits_indices: [n], rows whose logits are wanted.
 
@@ -84,6 +86,7 @@ def validate(
     _check_lengths(metadata, values, q_lens, decode)
     _check_slots(values, q_lens, page_size, num_pages)
     _check_optional(metadata, values, q_lens)
+    _check_states(values, q_lens, num_slots)
     if positions is not None:
         _check_positions(positions.tolist(), values, q_lens, num_tokens)
     for i, row in enumerate([] if logits_indices is None else logits_indices.tolist()):
@@ -225,7 +228,6 @@ def _check_optional(metadata: AttentionMetadata, values: dict[str, list[int]], q
     for name, lens in (("kv_seq_lens", kv_lens), ("q_seq_lens", q_lens)):
         if name in values and values[name] != lens:
             raise ValueError(f"{name} is {values[name]}; the offsets give {lens}")
-    _check_states(values, q_lens, kv_lens)
     if metadata.block_table is not None:
         indptr, indices = values["paged_kv_indptr"], values["paged_kv_indices"]
         for i, row in enumerate(metadata.block_table.tolist()):
@@ -234,15 +236,16 @@ def _check_optional(metadata: AttentionMetadata, values: dict[str, list[int]], q
                 raise ValueError(f"block_table[{i}] is {row}; paged_kv_indices has {pages}")
 
 
-def _check_states(values: dict[str, list[int]], q_lens: list[int], kv_lens: list[int]) -> None:
+def _check_states(values: dict[str, list[int]], q_lens: list[int], num_slots: int | None) -> None:
     if "linear_state_indices" not in values:
         if "linear_state_write_indices" in values:
             raise ValueError("linear_state_write_indices is present without linear_state_indices")
         return
     for name in ("linear_state_indices", "linear_state_write_indices"):
         for i, slot in enumerate(values.get(name, ())):
-            if slot < -1:
-                raise ValueError(f"{name}[{i}] is {slot}; it must be -1 or a state slot")
+            if slot < -1 or (num_slots is not None and slot >= num_slots):
+                allowed = "a state slot" if num_slots is None else f"0 to {num_slots - 1}"
+                raise ValueError(f"{name}[{i}] is {slot}; it must be -1 or {allowed}")
     name = "linear_state_write_indices" if "linear_state_write_indices" in values else "linear_state_indices"
     writer: dict[int, int] = {}
     for i, slot in enumerate(values[name]):
@@ -251,6 +254,7 @@ def _check_states(values: dict[str, list[int]], q_lens: list[int], kv_lens: list
     for i, slot in enumerate(values["linear_state_indices"]):
         if slot >= 0 and writer.get(slot, i) != i:
             raise ValueError(f"linear_state_indices[{i}] is {slot}, which sequence {writer[slot]} writes in this step")
+    kv_lens = [high - low for low, high in pairwise(values["kv_cu_seq_lens"])]
     for i, initial in enumerate(values.get("has_initial_state", ())):
         if bool(initial) != (kv_lens[i] > q_lens[i]):
             raise ValueError(
