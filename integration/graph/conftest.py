@@ -37,6 +37,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16, "sliding_window": 6, "rope_local_base_freq": 10000.0,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": True,
     },
+    "gpt_oss": {  # attention sinks, and experts chosen on the device
+        "model_type": "gpt_oss", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "rope_scaling": {"rope_type": "default"}, "tie_word_embeddings": False,
+    },
     "qwen3_moe": {  # experts chosen on the device
         "model_type": "qwen3_moe", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,

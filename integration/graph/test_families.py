@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "olmo2": {},
     "glm4_moe": EXPERTS | {"use_qk_norm": True},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "ernie4_5_moe": ERNIE,
     "gemma3": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5, "sliding_window_pattern": 2},

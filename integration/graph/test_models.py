@@ -34,6 +34,7 @@ def test_scenario(make_setup: MakeSetup, family: str, scenario: Scenario) -> Non
         ("olmo2", 1),
         ("glm4_moe", 1),
         ("qwen3_next", 1),
+        ("gpt_oss", 2),
     ],
 )
 def test_other_families(make_setup: MakeSetup, other: str, num_groups: int) -> None:
@@ -73,10 +74,11 @@ def test_mixed_workload_of_200_requests(make_setup: MakeSetup) -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter, over poisoned pages
 @pytest.mark.parametrize("scenario", [BY_NAME["mixed_orders"], BY_NAME["selected_logits"]], ids=["mixed", "selected"])
-def test_triton_kernels_in_recorded_graphs(make_interpreted_setup: MakeSetup, scenario: Scenario) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_triton_kernels_in_recorded_graphs(make_interpreted_setup: MakeSetup, family: str, scenario: Scenario) -> None:
     """Launches are recorded like ops, in the interpreter."""
     limits = Limits(max_num_seqs=4, max_num_tokens=16, max_model_len=16, page_size=4, num_pages=32, vocab_size=131)
-    setup = make_interpreted_setup("qwen3", limits=limits, changes={"num_hidden_layers": 1})
+    setup = make_interpreted_setup(family, limits=limits, changes={"num_hidden_layers": 1})
     scenario(setup.harness)
     assert set(setup.executor.stats()["steps"]) == {"decode_graph", "piecewise"}
 

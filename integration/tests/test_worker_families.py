@@ -1,4 +1,4 @@
-"""The worker on small random models of families with experts, states, other norms, or a vision tower.
+"""The worker on small random models of families with experts, states, sinks, other norms, or a vision tower.
 
 Their tokens are those of transformers.
 
@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
     },
     "qwen3_5_text": LINEAR,
+    "gpt_oss": {"head_dim": 16, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3": {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 16, "query_pre_attn_scalar": 16},
 }  # fmt: skip
 

@@ -78,6 +78,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 4, "sliding_window": 16},
     "olmo2": {"attention_bias": True},
+    "gpt_oss": {
+        "head_dim": 32, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 5.0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False,
+        },
+    },
     "glm4_moe": {
         "head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 2,
         "first_k_dense_replace": 2, "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.25,

@@ -218,6 +218,25 @@ def gemma3_text(rng: Random) -> Config:
     }
 
 
+def gpt_oss(rng: Random) -> Config:
+    config = _common(rng) | _rope(rng)
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"]["truncate"] = rng.random() < 0.5
+    num_experts = rng.choice((2, 5, 8))
+    config |= {
+        "attention_bias": rng.random() < 0.7,
+        "sliding_window": _window(rng),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": rng.randrange(1, min(num_experts, 4) + 1),
+        "swiglu_alpha": rng.choice((1.702, 0.9)),
+        "swiglu_limit": rng.choice((7.0, 0.5)),
+    }
+    if rng.random() < 0.5:
+        kinds = ("sliding_attention", "full_attention")
+        config["layer_types"] = [rng.choice(kinds) for _ in range(config["num_hidden_layers"])]
+    return config
+
+
 def phi3(rng: Random) -> Config:
     config = _common(rng)
     # Its config class knows no head_dim.
@@ -240,7 +259,7 @@ FAMILIES: dict[str, Callable[[Random], Config]] = {
     draw.__name__: draw
     for draw in (
         *(llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, olmo2, glm4_moe, gemma3_text, phi3),
-        *(qwen3_next, qwen3_5_text, qwen3_5_moe_text),
+        *(qwen3_next, qwen3_5_text, qwen3_5_moe_text, gpt_oss),
     )
 }
 

@@ -86,6 +86,8 @@ def test_hf_and_model_args_names_give_one_config() -> None:
         ("olmo2", {"attention_bias": True, "num_key_value_heads": None}),
         ("glm4_moe", {"n_routed_experts": 6, "num_experts_per_tok": 3, "first_k_dense_replace": 2, "n_group": 3}),
         ("glm4_moe", {"rope_parameters": None, "partial_rotary_factor": 0.25, "head_dim": 24, "use_qk_norm": True}),
+        ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 7}),
+        ("gpt_oss", {"rope_parameters": None, "rope_theta": 500.0, "attention_bias": False}),
         ("gemma3_text", {"rope_parameters": None, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}),
         (
             "gemma3_text",

@@ -218,6 +218,7 @@ def test_prefixes_of_state_dicts_in_memory(write_checkpoint: Callable[..., Any])
 
 
 PREFIXED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "llama": {"tie_word_embeddings": True},
     "phi3": {"pad_token_id": None},  # one tensor for q, k and v
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},

@@ -23,6 +23,7 @@ _BUILT_IN = {
         # Of a checkpoint with a vision tower, the text model is served.
         ("gemma3", "Gemma3ForCausalLM", "gemma3_text", "Gemma3ForConditionalGeneration", "gemma3"),
         ("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe"),
+        ("gpt_oss", "GptOssForCausalLM", "gpt_oss"),
         ("llama", "LlamaForCausalLM", "llama"),
         ("mistral", "MistralForCausalLM", "mistral", "Mistral3ForConditionalGeneration", "mistral3"),
         ("mistral", "MistralForCausalLM", "MinistralForCausalLM", "ministral"),

@@ -37,6 +37,7 @@ SHARED_EXPERT = {
 }
 FAMILIES = {
     "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "llama": {"attention_bias": True},
     "mistral": {"sliding_window": 5},
     "mixtral": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5},

@@ -38,6 +38,7 @@ GROUPS = {
     "head_dim": 8,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 4, "head_dim": 8},
     "qwen3_moe": EXPERTS | {"head_dim": 8, "num_experts": 16},
     "mixtral": EXPERTS | {"head_dim": 8, "num_local_experts": 16, "intermediate_size": 16},
     "dots1": EXPERTS | GROUPS,

@@ -67,6 +67,7 @@ def test_the_first_module_that_differs_is_named(fault: str, size: int, llama: Pa
     ("family", "config"),
     [
         ("gemma3_text", {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}),
+        ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
         ("phi3", {"pad_token_id": None}),
         ("qwen2", {}),
         ("qwen3_moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),

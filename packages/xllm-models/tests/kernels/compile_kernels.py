@@ -85,8 +85,10 @@ def cases() -> Iterator[Case]:
     yield moe._combine_kernel, [B, B], [1024, 8, 512], {"num_warps": 4}
     for rows in (16, 64):
         constants = [1024, 128, 1024, 768, 8, rows, 64, 64, "tf32"]
-        yield moe._gate_up_kernel, [B, B, I, I, I, I, B], constants, {"num_warps": 4}
-        yield moe._down_kernel, [B, B, B, I, I, I, I, B], [128, 1024, 768, rows, 64, 64, "tf32"], {"num_warps": 4}
+        for bias in (False, True):
+            yield moe._gate_up_kernel, [B, B, I, I, I, I, B, B], [*constants, bias, bias, 1.702, 7.0], {"num_warps": 4}
+            down = [128, 1024, 768, rows, 64, 64, "tf32", bias]
+            yield moe._down_kernel, [B, B, B, I, I, I, I, B, B], down, {"num_warps": 4}
 
 
 def compile_case(kernel: Any, types: list[str], constants: list[Any], options: dict[str, int]) -> None:

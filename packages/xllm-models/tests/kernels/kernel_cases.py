@@ -188,7 +188,7 @@ def distinct(rows: int, columns: int, *, dtype: torch.dtype) -> torch.Tensor:
 def agree_moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[Any, ...],
     top_k: int,
     normalize: bool,
 ) -> None:
@@ -212,6 +212,30 @@ def test_moe(dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, norm
     gate_up = random(num_experts, 2 * features, hidden, dtype=dtype, scale=0.3)
     down = random(num_experts, hidden, features, dtype=dtype, scale=0.3)
     agree_moe(x, router_logits, (gate_up, down), top_k, normalize)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("biased", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_moe_with_biases(dtype: torch.dtype, tokens: int, biased: tuple[bool, bool], activation: str) -> None:
+    num_experts, hidden, features = 6, 32, 20
+    x, router_logits = random(tokens, hidden, dtype=dtype), distinct(tokens, num_experts, dtype=dtype)
+    gate_up = random(num_experts, 2 * features, hidden, dtype=dtype, scale=0.3)
+    down = random(num_experts, hidden, features, dtype=dtype, scale=0.3)
+    gate_up_bias = random(num_experts, 2 * features, dtype=dtype) if biased[0] else None
+    down_bias = random(num_experts, hidden, dtype=dtype) if biased[1] else None
+    weights = (gate_up, down, gate_up_bias, down_bias, activation, 1.5, 0.8)
+    agree_moe(x, router_logits, weights, 2, True)
+
+
+def test_moe_of_another_activation(dtype: torch.dtype) -> None:
+    weights = random(2, 8, 16, dtype=dtype), random(2, 16, 4, dtype=dtype)
+    x, chosen = random(3, 16, dtype=dtype), topk_softmax(random(3, 2, dtype=dtype), 1, True)
+    for function in (TRITON_KERNELS["fused_experts"], fused_experts_static):
+        with pytest.raises(
+            ValueError, match=r"activation 'gelu' of experts is not supported; supported: \['silu', 'swigluoai'\]"
+        ):
+            function(x, *chosen, *weights, None, None, "gelu")
 
 
 def test_moe_of_more_pairs_than_one_program_sorts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

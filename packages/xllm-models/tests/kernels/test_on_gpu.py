@@ -41,6 +41,15 @@ def calls(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, 
         ),
         "topk_softmax": lambda: ops.topk_softmax(router, 2, True)[0],
         "fused_experts": lambda: ops.fused_experts(x, *ops.topk_softmax(router, 2, True), gate_up, down),
+        "fused_experts with biases": lambda: ops.fused_experts(
+            x,
+            *ops.topk_softmax(router, 2, True),
+            gate_up,
+            down,
+            gate_up[..., 0].contiguous(),
+            down[..., 0].contiguous(),
+            "swigluoai",
+        ),
     }
 
 
@@ -97,6 +106,7 @@ def test_ops_on_cuda_run_triton() -> None:
     ("family", "config"),
     [
         ("gemma3_text", {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}),
+        ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
         ("llama", {"attention_bias": True}),
         ("phi3", {"pad_token_id": None}),
         ("qwen3", {"head_dim": 8}),

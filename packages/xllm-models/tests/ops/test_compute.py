@@ -9,6 +9,8 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as apply_interleaved
+from transformers.models.gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from transformers.models.qwen3_moe import Qwen3MoeConfig
@@ -142,6 +144,34 @@ def test_moe_is_hf_s_sparse_block(rows: int, num_experts: int, top_k: int, norma
     torch.testing.assert_close(fused_experts_static(*arguments), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("limit", [7.0, 0.4])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(6, 2), (1, 1), (5, 5)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_experts_are_hf_s_of_gpt_oss(rows: int, num_experts: int, top_k: int, limit: float) -> None:
+    config = GptOssConfig(
+        hidden_size=24,
+        intermediate_size=16,
+        num_local_experts=num_experts,
+        num_experts_per_tok=top_k,
+        swiglu_alpha=1.3,
+        swiglu_limit=limit,
+    )
+    config._experts_implementation = "eager"
+    block = GptOssMLP(config).requires_grad_(False)
+    for parameter in block.parameters():
+        parameter.copy_(random(*parameter.shape) * 0.5)
+    x, theirs = random(rows, 24), block.experts
+    choice = ops.topk_softmax(x @ block.router.weight.t() + block.router.bias, top_k, True)
+    # gate and up alternate in HF's columns
+    gate_up = torch.cat((theirs.gate_up_proj[..., ::2], theirs.gate_up_proj[..., 1::2]), dim=-1).mT.contiguous()
+    gate_up_bias = torch.cat((theirs.gate_up_proj_bias[:, ::2], theirs.gate_up_proj_bias[:, 1::2]), dim=-1)
+    weights = (gate_up, theirs.down_proj.mT.contiguous(), gate_up_bias, theirs.down_proj_bias)
+    arguments = (x, *choice, *weights, "swigluoai", 1.3, limit)
+    want = block(x.unsqueeze(0))[0][0] if rows else x
+    torch.testing.assert_close(ops.fused_experts(*arguments), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused_experts_static(*arguments), want, rtol=1e-5, atol=1e-5)
+
+
 def test_linear_is_the_framework_s_product() -> None:
     x, weight, bias = random(3, 2, 8), random(5, 8), random(5)
     assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
@@ -253,6 +283,8 @@ def test_ops_keep_their_schemas_and_fakes(rows: int, dtype: torch.dtype) -> None
     cases.append(("topk_softmax", (router_logits, 2, True)))
     for weights, ids in (ops.topk_softmax(router_logits, 2, True), router_logits.float().topk(2)):
         cases.append(("fused_experts", (x, weights, ids, gate_up, down)))
+        biases = (random(3, 16, dtype=dtype), random(3, 32, dtype=dtype))
+        cases.append(("fused_experts", (x, weights, ids, gate_up, down, *biases, "swigluoai", 1.3, 0.5)))
     if rows:  # opcheck itself fails on views without elements
         columns = random(32, rows, dtype=dtype).t()
         cases += [

@@ -11,7 +11,7 @@ from typing import Any
 
 from .keys import ConfigKeys
 
-METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq")
+METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Quantization:
     """The format of all quantized weights. Tensor names show which weights are quantized."""
 
     method: str  # quant_method of the config
-    format: str  # "fp8", "awq" or "gptq"
+    format: str  # "fp8", "awq", "gptq" or "mxfp4"
     block: tuple[int, int] | None = None  # fp8: rows and columns per scale; None: one scale per row or tensor
     group_size: int = 0  # awq, gptq: inputs per scale; -1: all
     zero_offset: int = 0  # gptq: added to the stored zero points
@@ -46,6 +46,8 @@ def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
         if algorithm != "FP8":
             raise ValueError(f"quant_method 'modelopt' is supported with quant_algo 'FP8', got {algorithm!r}")
         return Quantization(method=method, format="fp8")
+    if method == "mxfp4":
+        return Quantization(method=method, format="mxfp4")
     if method == "compressed-tensors":
         return _compressed(keys)
     if method in ("awq", "gptq"):

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from xllm_attention.triton_launch import Launcher
 
+from ..ops.moe import ACTIVATIONS
 from .moe_align import align_pairs
 
 
@@ -43,6 +44,7 @@ def _gate_up_kernel(
     tile_ends: tl.tensor,
     tile_experts: tl.tensor,
     out: tl.tensor,
+    bias: tl.tensor,  # [E, 2I]; read with BIASED only
     x_stride: tl.constexpr,
     num_experts: tl.constexpr,
     hidden: tl.constexpr,
@@ -52,8 +54,12 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    BIASED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
 ) -> None:
-    """out [P, I] in sorted order: silu(gate) * up."""
+    """out [P, I] in sorted order: silu(gate) * up, or with CLAMPED the "swigluoai" of `ops.moe.gated`."""
     tile = tl.program_id(0)
     expert = tl.load(tile_experts + tile)
     if expert >= num_experts:
@@ -75,8 +81,17 @@ def _gate_up_kernel(
         )
         up = tl.dot(value, tl.load(up_start + inner[:, None], mask=w_mask, other=0.0), up, input_precision=PRECISION)
     dtype = out.dtype.element_ty
+    if BIASED:
+        biases = bias + expert.to(tl.int64) * 2 * features + columns
+        gate += tl.load(biases, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(biases + features, mask=wanted, other=0.0).to(tl.float32)[None, :]
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    active = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    if CLAMPED:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = (tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0).to(dtype).to(tl.float32)
+        active = (gate * tl.sigmoid(gate * alpha)).to(dtype).to(tl.float32)
+    else:
+        active = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
     target = out + indices.to(tl.int64)[:, None] * features + columns[None, :]
     tl.store(target, (active * up).to(dtype), mask=inside[:, None] & wanted[None, :])
 
@@ -91,6 +106,7 @@ def _down_kernel(
     tile_ends: tl.tensor,
     tile_experts: tl.tensor,
     out: tl.tensor,
+    bias: tl.tensor,  # [E, N]; read with BIASED only
     num_experts: tl.constexpr,
     hidden: tl.constexpr,
     features: tl.constexpr,
@@ -98,6 +114,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    BIASED: tl.constexpr,
 ) -> None:
     """out [P, N] in the original order of the pairs: the weighted output of each pair's expert."""
     tile = tl.program_id(0)
@@ -116,6 +133,8 @@ def _down_kernel(
         w_mask = (inner < features)[:, None] & wanted[None, :]
         total = tl.dot(value, tl.load(start + inner[:, None], mask=w_mask, other=0.0), total, input_precision=PRECISION)
     dtype = out.dtype.element_ty
+    if BIASED:
+        total += tl.load(bias + expert.to(tl.int64) * hidden + columns, mask=wanted, other=0.0).to(tl.float32)[None, :]
     weight = tl.load(weights + pairs, mask=inside, other=0.0).to(tl.float32)
     weighted = total.to(dtype).to(tl.float32) * weight[:, None]
     target = out + pairs.to(tl.int64)[:, None] * hidden + columns[None, :]
@@ -142,9 +161,20 @@ _launch_combine = Launcher(_combine_kernel, num_warps=4)
 
 
 def fused_experts(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
 ) -> torch.Tensor:
-    """See `ops.fused_experts`; gate_up and down are contiguous."""
+    """See `ops.fused_experts`; weights and biases are contiguous."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} of experts is not supported; supported: {list(ACTIVATIONS)}")
     num_tokens, hidden = x.shape
     num_experts, _, features = down.shape
     top_k = topk_ids.shape[1]
@@ -160,15 +190,18 @@ def fused_experts(
     block_n, block_k = 64, 64
     _launch_gate_up(
         (tiles.count, -(-features // block_n), 1),
-        (x, gate_up, *tiles.tensors, inner),
+        (x, gate_up, *tiles.tensors, inner, gate_up if gate_up_bias is None else gate_up_bias),
         (),
-        (x.stride(0), num_experts, hidden, features, top_k, tiles.rows, block_n, block_k, precision),
+        (
+            *(x.stride(0), num_experts, hidden, features, top_k, tiles.rows, block_n, block_k, precision),
+            *(gate_up_bias is not None, activation == "swigluoai", alpha, limit),
+        ),
     )
     _launch_down(
         (tiles.count, -(-hidden // block_n), 1),
-        (inner, down, weights, *tiles.tensors, outer),
+        (inner, down, weights, *tiles.tensors, outer, down if down_bias is None else down_bias),
         (),
-        (num_experts, hidden, features, tiles.rows, block_n, block_k, precision),
+        (num_experts, hidden, features, tiles.rows, block_n, block_k, precision, down_bias is not None),
     )
     out = x.new_empty(x.shape)
     _launch_combine((num_tokens, -(-hidden // 512), 1), (outer, out), (), (hidden, top_k, 512))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .biased_experts import BiasedExperts, BiasedSparseMoE
 from .gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from .grouped_router import GROUPED_ROUTING, GroupedSigmoidRouter, GroupedSoftmaxRouter
 from .linear import (
@@ -23,6 +24,8 @@ from .vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 __all__ = [
     "GROUPED_ROUTING",
+    "BiasedExperts",
+    "BiasedSparseMoE",
     "ColumnParallelLinear",
     "Experts",
     "GatedDeltaNet",

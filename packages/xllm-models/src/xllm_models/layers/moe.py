@@ -16,18 +16,20 @@ from .parallel import ShardedModule, TensorParallel, WeightShard
 class TopKRouter(nn.Module):
     """x [T, N] -> (logits [T, E], weights [T, k] in x's dtype, ids [T, k] int32), as HF's routers return them.
 
-    The k most probable experts by a softmax over all; with `normalize` their weights sum to 1. Every rank holds the
-    whole weight. A family with another routing has a module of its own with these results.
+    The k most probable experts by a softmax over all; with `normalize` their weights sum to 1, which is the softmax of
+    the k largest logits. Every rank holds the whole weight. A family with another routing has a module of its own with
+    these results.
     """
 
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool) -> None:
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool, bias: bool = False) -> None:
         super().__init__()
         self.top_k = top_k
         self.normalize = normalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = linear(x, self.weight)
+        logits = linear(x, self.weight, self.bias)
         weights, ids = topk_softmax(logits, self.top_k, self.normalize)
         return logits, weights, ids
 

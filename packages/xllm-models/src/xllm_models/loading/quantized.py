@@ -1,6 +1,6 @@
 """Dequantizes the weights of a quantized checkpoint, region by region, when they are read.
 
-Owns the formats: fp8 with one scale per block, row or tensor, and 4-bit integers as AWQ and GPTQ pack them.
+Owns the formats fp8, with one scale per block, row or tensor, and 4-bit integers as AWQ and GPTQ pack them.
 N outputs, K inputs of a linear layer; its weight is [N, K].
 """
 
@@ -15,11 +15,12 @@ import torch
 
 from ..config import Quantization
 from .loader import WeightError
-from .state_dict import PlainSlice, StateDict, TensorSlice, shape_and_dtype, tensor_region
+from .mxfp4 import BLOCKS, SCALES, Mxfp4Weight
+from .quantized_files import QuantizedFiles, misfits
+from .state_dict import PlainSlice, StateDict, TensorSlice
 
 _LOGGER = logging.getLogger(__name__)
 
-_FP8_DTYPES = ("F8_E4M3", "F8_E5M2", "torch.float8_e4m3fn", "torch.float8_e5m2")
 _FP8_SCALES = ("_scale_inv", "_scale")  # after the name of the weight
 
 # AWQ's order of the eight 4-bit values in an int32, from the low end.
@@ -31,7 +32,7 @@ def dequantized(state_dicts: Sequence[StateDict], quantization: Quantization) ->
 
     A WeightError lists every tensor whose shape does not fit `quantization`.
     """
-    checkpoint = _Checkpoint(state_dicts)
+    checkpoint = QuantizedFiles(state_dicts)
     found = [_DequantizedStateDict(own, checkpoint, quantization) for own in state_dicts]
     parts = set().union(*(state_dict.parts() for state_dict in found))
     for state_dict in found:
@@ -47,32 +48,10 @@ def dequantized(state_dicts: Sequence[StateDict], quantization: Quantization) ->
     return [*found]
 
 
-class _Checkpoint:
-    """All state dicts together: a weight and its scale may be in different files."""
-
-    def __init__(self, state_dicts: Sequence[StateDict]) -> None:
-        self._where = {name: state_dict for state_dict in state_dicts for name in list(state_dict.keys())}
-
-    def has(self, name: str) -> bool:
-        return name in self._where
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return shape_and_dtype(self._where[name], name)[0]
-
-    def is_fp8(self, name: str) -> bool:
-        return shape_and_dtype(self._where[name], name)[1] in _FP8_DTYPES
-
-    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        return tensor_region(self._where[name], name, region)
-
-    def whole(self, name: str) -> torch.Tensor:
-        return self._where[name].get_tensor(name)
-
-
 class _DequantizedStateDict:
     """One state dict: plain tensors unchanged, quantized weights dequantized."""
 
-    def __init__(self, own: StateDict, checkpoint: _Checkpoint, quantization: Quantization) -> None:
+    def __init__(self, own: StateDict, checkpoint: QuantizedFiles, quantization: Quantization) -> None:
         self._own = own
         self._weights = dict(_quantized_weights(own, checkpoint, quantization))
         self._names = dict.fromkeys([*own.keys(), *self._weights])
@@ -106,8 +85,8 @@ class _DequantizedStateDict:
 
 
 def _quantized_weights(
-    own: StateDict, checkpoint: _Checkpoint, quantization: Quantization
-) -> Iterator[tuple[str, _Fp8Weight | _AwqWeight | _GptqWeight]]:
+    own: StateDict, checkpoint: QuantizedFiles, quantization: Quantization
+) -> Iterator[tuple[str, _Fp8Weight | Mxfp4Weight | _AwqWeight | _GptqWeight]]:
     """The dequantized name and weight of every quantized layer whose main tensor is in `own`."""
     for name in list(own.keys()):
         layer, _, last = name.rpartition(".")
@@ -117,6 +96,14 @@ def _quantized_weights(
                 if len(shape := checkpoint.shape(name)) not in (2, 3):
                     raise WeightError(f"{name} (checkpoint {list(shape)}, expected two or three dimensions)")
                 yield name, _Fp8Weight(checkpoint=checkpoint, name=name, scale=scale, block=quantization.block)
+        elif quantization.format == "mxfp4":
+            weight = name.removesuffix(BLOCKS)
+            if weight != name:
+                if not checkpoint.has(weight + SCALES):
+                    raise ValueError(f"quantized weight {name} lacks {weight + SCALES}")
+                if len(shape := checkpoint.shape(name)) != 4:
+                    raise WeightError(f"{name} (checkpoint {list(shape)}, expected four dimensions)")
+                yield weight, Mxfp4Weight(checkpoint=checkpoint, name=weight)
         elif last == "qweight":
             if len(shape := checkpoint.shape(name)) != 2:
                 raise WeightError(f"{name} (checkpoint {list(shape)}, expected two dimensions)")
@@ -127,12 +114,6 @@ def _quantized_weights(
             yield f"{layer}.weight", kind(checkpoint=checkpoint, layer=layer, quantization=quantization)
 
 
-def _misfits(checkpoint: _Checkpoint, name: str, expected: Sequence[int]) -> Iterator[str]:
-    """A message if the tensor has another shape."""
-    if (found := checkpoint.shape(name)) != tuple(expected):
-        yield f"{name} (checkpoint {list(found)}, expected {list(expected)})"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fp8Weight:
     """w = q * scale: q [..., N, K] fp8, with a leading dimension for stacked weights (experts).
@@ -141,7 +122,7 @@ class _Fp8Weight:
     or 2 for gate and up in one tensor. Dimensions of size 1 may be absent.
     """
 
-    checkpoint: _Checkpoint
+    checkpoint: QuantizedFiles
     name: str
     scale: str
     block: tuple[int, int] | None
@@ -156,7 +137,7 @@ class _Fp8Weight:
         if self.block is not None:
             rows, columns = self.block
             expected = [*entries, -(-num_outputs // rows), -(-num_inputs // columns)]
-            yield from _misfits(self.checkpoint, self.scale, expected)
+            yield from misfits(self.checkpoint, self.scale, expected)
             return
         per_entry, rest = divmod(math.prod(found), math.prod(entries) or 1)
         few = per_entry in (1, 2) if entries else per_entry == 1  # of stacked weights, one per half: gate and up
@@ -192,7 +173,7 @@ class _Int4Weight:
     scales [G, N]; qzeros [G, N / 8] int32. A subclass unpacks q and the zeros.
     """
 
-    checkpoint: _Checkpoint
+    checkpoint: QuantizedFiles
     layer: str
     quantization: Quantization
 
@@ -204,8 +185,8 @@ class _Int4Weight:
 
     def _misfitting_parts(self, num_outputs: int, num_groups: int) -> Iterator[str]:
         """The shapes of zeros and scales."""
-        yield from _misfits(self.checkpoint, f"{self.layer}.qzeros", [num_groups, -(-num_outputs // 8)])
-        yield from _misfits(self.checkpoint, f"{self.layer}.scales", [num_groups, num_outputs])
+        yield from misfits(self.checkpoint, f"{self.layer}.qzeros", [num_groups, -(-num_outputs // 8)])
+        yield from misfits(self.checkpoint, f"{self.layer}.scales", [num_groups, num_outputs])
 
     def _group_size(self, num_inputs: int) -> int:
         return num_inputs if self.quantization.group_size == -1 else self.quantization.group_size
@@ -271,7 +252,7 @@ class _GptqWeight(_Int4Weight):
             return
         num_groups = self.checkpoint.shape(f"{self.layer}.scales")[0]
         yield from self._misfitting_parts(num_outputs, num_groups)
-        wrong_shape = list(_misfits(self.checkpoint, name, [num_inputs]))
+        wrong_shape = list(misfits(self.checkpoint, name, [num_inputs]))
         yield from wrong_shape
         if not wrong_shape:
             first, last = (int(group) for group in self.checkpoint.whole(name).aminmax())
