@@ -62,6 +62,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "olmo2", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
     },
+    "glm4": {  # norms after the blocks, an interleaved rotary embedding of half the features
+        "model_type": "glm4", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    },
     "glm4_moe": {  # groups of experts, a shared expert, a dense first layer
         "model_type": "glm4_moe", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 8,

@@ -30,6 +30,7 @@ ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "olmo2": {},
+    "glm4": {"head_dim": 16, "pad_token_id": None},
     "glm4_moe": EXPERTS | {"use_qk_norm": True},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},

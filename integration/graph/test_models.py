@@ -32,6 +32,7 @@ def test_scenario(make_setup: MakeSetup, family: str, scenario: Scenario) -> Non
         ("qwen3_moe", 1),
         ("mixtral", 1),
         ("olmo2", 1),
+        ("glm4", 1),
         ("glm4_moe", 1),
         ("qwen3_next", 1),
         ("gpt_oss", 2),

@@ -33,6 +33,7 @@ LINEAR = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "sliding_window": 24},
     "olmo2": {},
+    "glm4": {"head_dim": 16, "pad_token_id": None},
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
         "use_qk_norm": True, "routed_scaling_factor": 1.5,

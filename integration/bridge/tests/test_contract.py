@@ -84,6 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False,
         },
     },
+    "glm4": {"head_dim": 32, "partial_rotary_factor": 0.25},
     "glm4_moe": {
         "head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 2,
         "first_k_dense_replace": 2, "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.25,

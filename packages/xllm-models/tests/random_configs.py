@@ -171,6 +171,13 @@ def olmo2(rng: Random) -> Config:
     return config | _rope(rng) | {"attention_bias": rng.random() < 0.5}
 
 
+def glm4(rng: Random) -> Config:
+    rope = _rope(rng)
+    rope["rope_parameters"]["partial_rotary_factor"] = rng.choice((0.5, 0.5, 1.0))
+    special = {"pad_token_id": None, "eos_token_id": None}
+    return _common(rng, head_dims=(8, 16, 24)) | rope | special | {"attention_bias": rng.random() < 0.5}
+
+
 def glm4_moe(rng: Random) -> Config:
     num_groups = rng.choice((1, 2, 4))
     num_experts = num_groups * rng.choice((2, 3, 4))
@@ -258,7 +265,7 @@ def phi3(rng: Random) -> Config:
 FAMILIES: dict[str, Callable[[Random], Config]] = {
     draw.__name__: draw
     for draw in (
-        *(llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, olmo2, glm4_moe, gemma3_text, phi3),
+        *(llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, olmo2, glm4, glm4_moe, gemma3_text, phi3),
         *(qwen3_next, qwen3_5_text, qwen3_5_moe_text, gpt_oss),
     )
 }

@@ -84,6 +84,7 @@ def test_hf_and_model_args_names_give_one_config() -> None:
         ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "mlp_only_layers": [0], "norm_topk_prob": True}),
         ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}),
         ("olmo2", {"attention_bias": True, "num_key_value_heads": None}),
+        ("glm4", {"attention_bias": False, "rope_parameters": None, "partial_rotary_factor": 0.25}),
         ("glm4_moe", {"n_routed_experts": 6, "num_experts_per_tok": 3, "first_k_dense_replace": 2, "n_group": 3}),
         ("glm4_moe", {"rope_parameters": None, "partial_rotary_factor": 0.25, "head_dim": 24, "use_qk_norm": True}),
         ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 7}),

@@ -43,6 +43,7 @@ SMALL: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "sliding_window_pattern": 2},
+    "glm4": {"head_dim": 8, "pad_token_id": None},
     "glm4_moe": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "llama": {},
     "mistral": {"head_dim": 8},
@@ -77,11 +78,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # is in the error.
 STRICTER: dict[str, tuple[tuple[str, ...], str]] = {
     "chunked layer types": (
-        ("glm4_moe", "llama", "mixtral", "olmo2", "phi3", "qwen3_moe"),
+        ("glm4", "glm4_moe", "llama", "mixtral", "olmo2", "phi3", "qwen3_moe"),
         "layer_types has 'chunked_attention' for layer 0",
     ),
     "rope per layer type": (
-        ("glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen3_moe"),
+        ("glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen3_moe"),
         "rope_parameters per layer type",
     ),
     "per layer": (("qwen2", "qwen3"), "per_layer_config"),
@@ -353,6 +354,7 @@ def test_the_page_lists_the_families_that_read_a_key() -> None:
         "Qwen2": "qwen2",
         "Qwen3": "qwen3",
         "Qwen3-MoE": "qwen3_moe",
+        "GLM-4": "glm4",
         "GLM-4.5": "glm4_moe",
         "Mistral": "mistral",
         "Mixtral": "mixtral",

@@ -372,14 +372,15 @@ def test_a_family_s_own_parse_config_serves_every_caller(
     assert "each below the vocabulary of 97" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("original", [False, True], ids=["renamed", "original"])
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_compare_matches_the_text_model(
-    model_type: str, original: bool, write_nested: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    model_type: str, original: bool, dtype: str, write_nested: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, directory = write_nested(model_type, original=original)
     ids = ",".join(str(one) for one in range(24))
-    assert main(["compare", str(directory), "--prompt-ids", ids]) == 0
+    assert main(["compare", str(directory), "--prompt-ids", ids, "--dtype", dtype]) == 0
     out = capsys.readouterr().out
     assert "without a counterpart" not in out
     assert "model.layers.2.self_attn.attn.q" in out

@@ -107,7 +107,19 @@ def test_random_configs_equal_hf_on_1_2_and_4_ranks(
 @pytest.mark.parametrize(
     "model_type",
     [
-        *("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+        *(
+            "gemma3_text",
+            "glm4",
+            "glm4_moe",
+            "llama",
+            "mistral",
+            "mixtral",
+            "olmo2",
+            "phi3",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+        ),
         *("qwen3_next", "qwen3_5_text", "gpt_oss"),
     ],
 )
@@ -129,6 +141,7 @@ def test_bf16_stays_as_near_to_fp32_as_hf_does(
         # Every token takes every expert: HF and we, in bf16, may choose others at a score that is nearly equal.
         "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 5},
         "phi3": {"pad_token_id": None},
+        "glm4": {"pad_token_id": None},
         "qwen3_moe": experts,
         "qwen3_next": linear | experts,
         "qwen3_5_text": linear,

@@ -42,6 +42,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 5},
     "mixtral": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5},
     "olmo2": {},
+    "glm4": {"head_dim": 16, "pad_token_id": None},
     "glm4_moe": {
         "head_dim": 8, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,

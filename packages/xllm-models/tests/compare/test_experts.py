@@ -207,3 +207,29 @@ def test_a_router_of_hf_is_made_to_choose(family: str, groups: tuple[int, int]) 
     assert trace.flips[0].beyond_rounding
     assert trace.flips[0].margin < 100
     assert torch.equal(router(hidden)[2], free)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize(("gap", "beyond"), [(1e-6, False), (0.5, True)])
+def test_another_group_is_judged_by_the_scores_of_groups(family: str, gap: float, beyond: bool) -> None:
+    """DeepSeek-V2 gives the experts outside of the chosen groups the score 0, the others minus infinity."""
+    modeling: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config = AutoConfig.for_model(
+        family, hidden_size=32, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+        topk_method="group_limited_greedy", norm_topk_prob=True,
+    )  # fmt: skip
+    name = {"deepseek_v2": "DeepseekV2TopkRouter", "deepseek_v3": "DeepseekV3TopkRouter"}
+    model = nn.ModuleDict({"gate": getattr(modeling, name.get(family, "Glm4MoeTopkRouter"))(config)})
+    router: Any = model["gate"]
+    logits = torch.tensor([3.0, 2.5, 0.0, 0.0, 2.0, 1.5, 0.0, 0.0, 2.0 - gap, 1.5, 0.0, 0.0, -3.0, -3.0, -3.0, -3.0])
+    router.weight.data.zero_()[:, 0] = logits
+    hidden = torch.eye(32)[:1]
+    assert sorted(router(hidden)[2][0].tolist()) == [0, 1, 4, 5]
+    trace = Trace(token_ids=(0,))
+    choice = Choice(experts=torch.tensor([[0, 1, 8, 9]]), num_experts=16, inputs=hidden)
+    with forcing(model, {"gate": choice}, trace):
+        assert sorted(router(hidden)[2][0].tolist()) == [0, 1, 8, 9]
+    (flip,) = trace.flips
+    assert flip.beyond_rounding == beyond
+    assert flip.margin < gap

@@ -72,6 +72,7 @@ def test_the_first_module_that_differs_is_named(fault: str, size: int, llama: Pa
         ("qwen2", {}),
         ("qwen3_moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
         ("mixtral", {"head_dim": 8, "num_local_experts": 4}),
+        ("glm4", {"head_dim": 16, "pad_token_id": None}),
         ("olmo2", {"attention_bias": True}),
         (
             "glm4_moe",

@@ -18,7 +18,7 @@ from xllm_models.models.llama import LlamaForCausalLM
 
 Tensors = dict[str, torch.Tensor]
 FAMILIES = (
-    *("llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", "phi3"),
+    *("llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gemma3_text", "phi3"),
     *("qwen3_next", "qwen3_5_moe_text", "gpt_oss"),
 )
 

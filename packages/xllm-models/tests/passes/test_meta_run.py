@@ -23,7 +23,7 @@ for config in json.loads(sys.argv[1]):
     assert not {"torch._dynamo", "sympy"} & set(sys.modules), config["model_type"]
 """
 FAMILIES = (
-    *("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+    *("gemma3_text", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
     *("qwen3_next", "qwen3_5_text", "gpt_oss"),
 )
 

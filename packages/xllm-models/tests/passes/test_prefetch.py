@@ -14,7 +14,7 @@ from xllm_models import CausalLM, TensorParallel, get_model_class
 from xllm_models.layers import ColumnParallelLinear, PrefetchingModule, ResidualRMSNorm
 
 FAMILIES = (
-    *("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+    *("gemma3_text", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
     *("qwen3_next", "qwen3_5_text", "gpt_oss"),
 )
 NORM_BEFORE_MLP = {"gemma3_text": "pre_feedforward_layernorm"}

@@ -5,7 +5,6 @@ T tokens, E experts, k experts per token, G groups of experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,10 +99,12 @@ def _flips(
     found = judged(name, rows, experts, theirs, scores, _rounding(scores, again[-1][0] if again else None, unit))
     for flip in found:
         for number, (of_groups, groups) in enumerate(calls[:-1]):
-            if not math.isinf(flip.margin) or not _chooses_groups(of_groups, scores):
+            if not _chooses_groups(of_groups, scores):
                 continue
-            # Experts of other groups score -inf, so the groups' scores have the margin.
             ours = dict(_groups(calls[:-1], experts, [flip.token], scores))[number]
+            if not differing_rows(ours[[flip.token]], groups[[flip.token]]):
+                continue
+            # The experts of other groups have a fixed score (-inf or 0), so the groups' scores have the margin.
             errors = _rounding(of_groups, again[number][0] if again else None, unit)
             for of_group in judged(name, [flip.token], ours, groups, of_groups, errors):
                 flip = replace(flip, margin=of_group.margin, rounding=of_group.rounding)

@@ -137,7 +137,7 @@ def judged(
         mine, their = set(ours[row].tolist()), set(theirs[row].tolist())
         only_ours, only_theirs = sorted(mine - their), sorted(their - mine)
         of_row, errors = scores[row].float(), rounding[row].float()
-        # Another group's experts score -inf in the last top k of a grouped router.
+        # Another group's experts score -inf or 0 in the last top k of a grouped router.
         best = max(only_theirs, key=lambda expert: float(of_row[expert]))
         worst = min(only_ours, key=lambda expert: float(of_row[expert]))
         yield Flip(

@@ -15,7 +15,7 @@ class SharedExpertsMoE(nn.Module):
     """x [T, hidden] -> [T, hidden], this rank's term of the sum over the ranks: chosen experts plus shared experts.
 
     `gate` is the router, with the results of `TopKRouter`. The shared experts are one MLP, with the features of
-    config.own["n_shared_experts"] experts. ValueError for a config without experts.
+    config.own["n_shared_experts"] experts and biases by the config's mlp_bias. ValueError for a config without experts.
     """
 
     def __init__(self, config: ModelConfig, gate: nn.Module, tp: TensorParallel) -> None:
@@ -28,7 +28,9 @@ class SharedExpertsMoE(nn.Module):
             size, moe.num_experts, moe.intermediate_size, hidden_act=act, reduce_results=False, tp=tp
         )
         shared_size = moe.intermediate_size * config.own["n_shared_experts"]
-        self.shared_experts = GatedMLP(size, shared_size, hidden_act=act, reduce_results=False, tp=tp)
+        self.shared_experts = GatedMLP(
+            size, shared_size, hidden_act=act, bias=config.mlp_bias, reduce_results=False, tp=tp
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _, weights, ids = self.gate(x)
