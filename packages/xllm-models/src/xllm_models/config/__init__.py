@@ -14,13 +14,15 @@ from .quantization import Quantization, parse_quantization
 from .rope import RopeConfig, parse_layer_ropes, parse_rope
 from .text import TEXT_MODEL_TYPE, text_config, without_mrope
 from .unread import EXPERT_KEYS, GEMMA_KEYS, OPTIONAL_KEYS, QWEN_WINDOW_KEYS, ROUTED_EXPERT_KEYS
-from .windows import LAYER_TYPES
+from .windows import FULL, LAYER_TYPES, LINEAR, with_linear_layers
 
 __all__ = [
     "DTYPES",
     "EXPERT_KEYS",
+    "FULL",
     "GEMMA_KEYS",
     "LAYER_TYPES",
+    "LINEAR",
     "OPTIONAL_KEYS",
     "QWEN_WINDOW_KEYS",
     "ROUTED_EXPERT_KEYS",
@@ -36,5 +38,6 @@ __all__ = [
     "parse_rope",
     "read_config",
     "text_config",
+    "with_linear_layers",
     "without_mrope",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from .keys import ConfigKeys
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LAYER_TYPES = (FULL, SLIDING)
 
 _OLD_NAMES = {"attention": FULL}
@@ -84,3 +84,12 @@ def _layer_types(keys: ConfigKeys, num_layers: int, allowed: Collection[str]) ->
     if pattern < 1:
         raise ValueError(f"sliding_window_pattern must be at least 1, got {pattern}")
     return tuple(SLIDING if (layer_id + 1) % pattern else FULL for layer_id in range(num_layers))
+
+
+def with_linear_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`raw` with layer_types: where it has none, each `full_attention_interval`-th layer (4) has full attention."""
+    if raw.get("layer_types") is not None or raw.get("num_hidden_layers") is None:
+        return dict(raw)
+    interval = raw.get("full_attention_interval") or 4
+    layers = range(1, raw["num_hidden_layers"] + 1)
+    return {**raw, "layer_types": [LINEAR if number % interval else FULL for number in layers]}

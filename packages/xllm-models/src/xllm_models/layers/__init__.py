@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from .biased_experts import BiasedExperts, BiasedSparseMoE
-from .gated_delta_net import GatedDeltaNet, GatedRMSNorm
+from .gated_attention import GatedAttention
+from .gated_delta_net import GroupedGatedDeltaNet, MergedGatedDeltaNet
 from .grouped_router import GROUPED_ROUTING, GroupedSigmoidRouter, GroupedSoftmaxRouter
 from .linear import (
     ColumnParallelLinear,
-    GatedQKVParallelLinear,
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -19,7 +19,7 @@ from .norm import ResidualLayerNorm, ResidualRMSNorm, RMSNorm
 from .parallel import KeepDtypeParameter, Shard, ShardedModule, TensorParallel, WeightShard, row_shards
 from .prefetch import PrefetchingModule
 from .rotary import RotaryEmbedding
-from .shared_experts import SharedExpertsMoE
+from .shared_experts import GatedSharedExpertMoE, SharedExpertsMoE
 from .vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 __all__ = [
@@ -28,15 +28,16 @@ __all__ = [
     "BiasedSparseMoE",
     "ColumnParallelLinear",
     "Experts",
-    "GatedDeltaNet",
+    "GatedAttention",
     "GatedMLP",
-    "GatedQKVParallelLinear",
-    "GatedRMSNorm",
+    "GatedSharedExpertMoE",
+    "GroupedGatedDeltaNet",
     "GroupedSigmoidRouter",
     "GroupedSoftmaxRouter",
     "KeepDtypeParameter",
     "LinearBase",
     "MergedColumnParallelLinear",
+    "MergedGatedDeltaNet",
     "ParallelLMHead",
     "PrefetchingModule",
     "QKVParallelLinear",

@@ -1,6 +1,6 @@
 """Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5, with its heads sharded over tensor-parallel ranks.
 
-The formula belongs to `xllm_attention.GatedDeltaNetSpec`, the input projections to the families. T tokens, Hk key
+The formula belongs to `xllm_attention.GatedDeltaNetSpec`. T tokens, Hk key
 heads, Hv value heads, Dk and Dv elements of a key and a value head, C channels of q, k and v together, on this rank.
 """
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 from xllm_attention import GatedDeltaNetSpec, StateLayer
 
 from ..config import ModelConfig
-from .linear import RowParallelLinear
+from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from .parallel import Shard, ShardedModule, TensorParallel, WeightShard, row_shards
 
 
@@ -94,6 +94,48 @@ class GatedDeltaNet(ShardedModule):
     def weight_shards(self, name: str) -> tuple[WeightShard, ...]:
         """Of A_log and dt_bias, which have one element per value head."""
         return row_shards((self.value_heads,))
+
+
+class GroupedGatedDeltaNet(GatedDeltaNet):
+    """With the projections of Qwen3-Next, whose rows are grouped by key head.
+
+    For each key head: q, k, its value heads, their gates; and in the second projection b and a of its value heads.
+    """
+
+    def __init__(self, config: ModelConfig, layer_id: int, tp: TensorParallel) -> None:
+        super().__init__(config, layer_id, tp)
+        spec, own = self.spec, config.own
+        self.values_per_key = spec.num_v_heads // spec.num_k_heads * spec.head_v_dim
+        num_features = own["linear_num_key_heads"] * 2 * (spec.head_k_dim + self.values_per_key)
+        self.in_proj_qkvz = ColumnParallelLinear(config.hidden_size, num_features, tp=tp)
+        self.in_proj_ba = ColumnParallelLinear(config.hidden_size, 2 * own["linear_num_value_heads"], tp=tp)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        spec = self.spec
+        qkvz = self.in_proj_qkvz(x).view(-1, spec.num_k_heads, 2 * (spec.head_k_dim + self.values_per_key))
+        sizes = [spec.head_k_dim, spec.head_k_dim, self.values_per_key, self.values_per_key]
+        q, k, v, z = torch.split(qkvz, sizes, dim=2)
+        b, a = self.in_proj_ba(x).view(-1, spec.num_k_heads, 2, spec.num_v_heads // spec.num_k_heads).unbind(2)
+        qkv = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
+        return qkv, z.reshape(-1, spec.num_v_heads, spec.head_v_dim), b.flatten(1), a.flatten(1)
+
+
+class MergedGatedDeltaNet(GatedDeltaNet):
+    """With the projections of Qwen3.5: all q heads, all k heads, all v heads; and z, b, a."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, tp: TensorParallel) -> None:
+        super().__init__(config, layer_id, tp)
+        own, size = config.own, config.hidden_size
+        keys = own["linear_num_key_heads"] * own["linear_key_head_dim"]
+        num_value_heads = own["linear_num_value_heads"]
+        values = num_value_heads * own["linear_value_head_dim"]
+        self.in_proj_qkv = MergedColumnParallelLinear(size, [keys, keys, values], tp=tp)
+        self.in_proj_zba = MergedColumnParallelLinear(size, [values, num_value_heads, num_value_heads], tp=tp)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads, head_dim = self.spec.num_v_heads, self.spec.head_v_dim
+        z, b, a = torch.split(self.in_proj_zba(x), [heads * head_dim, heads, heads], dim=1)
+        return self.in_proj_qkv(x), z.view(-1, heads, head_dim), b, a
 
 
 def _times(heads: Shard, head_dim: int) -> Shard:

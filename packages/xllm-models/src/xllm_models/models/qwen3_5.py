@@ -1,7 +1,7 @@
 """Qwen3.5 text models, after HF transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM.
 
-Qwen3-Next with other input projections of the linear attention; dense, or with experts in every layer. T tokens of the
-step, Hv value heads of linear attention on this rank.
+Linear attention in most layers, gated attention in the others; dense, or experts with a shared one in every layer. T
+tokens of the step.
 """
 
 from __future__ import annotations
@@ -10,38 +10,71 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
-from ..config import ModelConfig, text_config, without_mrope
-from ..layers import GatedDeltaNet, MergedColumnParallelLinear, TensorParallel
+from ..causal_lm import CausalLM
+from ..config import FULL, LINEAR, ModelConfig, text_config, with_linear_layers, without_mrope
+from ..layers import (
+    GatedAttention,
+    GatedMLP,
+    GatedSharedExpertMoE,
+    MergedGatedDeltaNet,
+    ParallelLMHead,
+    ResidualRMSNorm,
+    RotaryEmbedding,
+    TensorParallel,
+    VocabParallelEmbedding,
+)
 from ..loading import WeightMap
-from .qwen3_next import Qwen3NextDecoderLayer, Qwen3NextForCausalLM
-
-_OPTIONAL_KEYS = ("attention_bias", "hidden_act", "partial_rotary_factor", "layer_types")
 
 
-class Qwen3_5GatedDeltaNet(GatedDeltaNet):
-    def __init__(self, config: ModelConfig, layer_id: int, tp: TensorParallel) -> None:
-        super().__init__(config, layer_id, tp)
-        own = config.own
-        keys = own["linear_num_key_heads"] * own["linear_key_head_dim"]
-        num_value_heads = own["linear_num_value_heads"]
-        values = num_value_heads * own["linear_value_head_dim"]
-        self.in_proj_qkv = MergedColumnParallelLinear(config.hidden_size, [keys, keys, values], tp=tp)
-        self.in_proj_zba = MergedColumnParallelLinear(
-            config.hidden_size, [values, num_value_heads, num_value_heads], tp=tp
+class Qwen3_5DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = ResidualRMSNorm(size, eps, unit_offset=True, tp=tp)
+        self.is_linear = config.layer_types[layer_id] == LINEAR
+        if self.is_linear:
+            self.linear_attn = MergedGatedDeltaNet(config, layer_id, tp)
+        else:
+            self.self_attn = GatedAttention(config, layer_id, rotary_emb, tp)
+        self.post_attention_layernorm = ResidualRMSNorm(size, eps, unit_offset=True, tp=tp)
+        self.mlp: nn.Module
+        if config.moe is not None and config.moe.is_sparse(layer_id):
+            self.mlp = GatedSharedExpertMoE(config, tp)
+        else:
+            act = config.hidden_act
+            self.mlp = GatedMLP(size, config.intermediate_size, hidden_act=act, reduce_results=False, tp=tp)
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.linear_attn(hidden) if self.is_linear else self.self_attn(positions, hidden)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3_5Model(nn.Module):
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
+        self.layers = nn.ModuleList(
+            Qwen3_5DecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
         )
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=True, tp=tp)
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads, head_dim = self.spec.num_v_heads, self.spec.head_v_dim
-        z, b, a = torch.split(self.in_proj_zba(x), [heads * head_dim, heads, heads], dim=1)
-        return self.in_proj_qkv(x), z.view(-1, heads, head_dim), b, a
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed_tokens(input_ids)  # [T, hidden]
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        hidden, _ = self.norm(hidden, residual)
+        return hidden
 
 
-class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
-    delta_net = Qwen3_5GatedDeltaNet
-
-
-class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
+class Qwen3_5ForCausalLM(CausalLM):
     weight_map = WeightMap(
         prefix=("language_model.", "model.language_model."),
         fused={
@@ -49,47 +82,59 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
             "gate_up_proj": ("gate_proj", "up_proj"),
             "in_proj_zba": ("in_proj_z", "in_proj_b", "in_proj_a"),
         },
-        stacked=Qwen3NextForCausalLM.weight_map.stacked,
-        prestacked=Qwen3NextForCausalLM.weight_map.prestacked,
-        tied=Qwen3NextForCausalLM.weight_map.tied,
+        stacked={
+            "experts.gate_up": ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight"),
+            "experts.down": ("experts.{}.down_proj.weight",),
+        },
+        prestacked={"experts.gate_up": ("experts.gate_up_proj",), "experts.down": ("experts.down_proj",)},
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
         ignored=("mtp.*", "visual.*", "model.visual.*"),
     )
 
-    layer_class = Qwen3_5DecoderLayer
-    text_model_types = ("qwen3_5_text",)
-    optional_keys: ClassVar[Collection[str] | None] = _OPTIONAL_KEYS
+    text_model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
+    layer_types = (LINEAR, FULL)
+    optional_keys: ClassVar[Collection[str]] = (
+        *("attention_bias", "hidden_act", "partial_rotary_factor", "layer_types"),
+    )
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "partial_rotary_factor": 0.25,
     }
     own_config: ClassVar[Mapping[str, Any]] = {
-        name: value
-        for name, value in Qwen3NextForCausalLM.own_config.items()
-        if name != "shared_expert_intermediate_size"
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
     }
 
     @classmethod
     def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        return super().parse_config(without_mrope(text_config(raw)))
+        return super().parse_config(with_linear_layers(without_mrope(text_config(raw))))
+
+    def build(self, config: ModelConfig, tp: TensorParallel) -> None:
+        self.model = Qwen3_5Model(config, tp)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     text_model_types = ("qwen3_5_moe_text",)
     optional_keys = (
-        *_OPTIONAL_KEYS,
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
+        *Qwen3_5ForCausalLM.optional_keys,
+        *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     )
     config_defaults: ClassVar[Mapping[str, Any]] = {
+        **Qwen3_5ForCausalLM.config_defaults,
         "num_key_value_heads": 2,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
         "intermediate_size": 1,  # no layer is dense, and config.json has no such key
         "num_experts": 256,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 512,
         "norm_topk_prob": True,
     }
-    own_config: ClassVar[Mapping[str, Any]] = Qwen3NextForCausalLM.own_config
+    own_config: ClassVar[Mapping[str, Any]] = {
+        **Qwen3_5ForCausalLM.own_config,
+        "shared_expert_intermediate_size": 512,
+    }

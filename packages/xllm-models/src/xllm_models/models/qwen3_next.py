@@ -1,140 +1,49 @@
 """Qwen3-Next, after HF transformers' Qwen3NextForCausalLM: linear attention in most layers, gated attention in others.
 
-A shared expert with a gate of its own is added to the chosen ones. T tokens of the step, H query heads, K kv heads, D
-head dim, Hk and Hv key and value heads of linear attention. Heads are those of this rank.
+A shared expert with a gate of its own is added to the chosen experts. T tokens of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from xllm_attention import Attention, AttentionSpec
-
 from ..causal_lm import CausalLM
-from ..config import ModelConfig
+from ..config import FULL, LINEAR, ModelConfig, with_linear_layers
 from ..layers import (
-    ColumnParallelLinear,
-    GatedDeltaNet,
+    GatedAttention,
     GatedMLP,
-    GatedQKVParallelLinear,
+    GatedSharedExpertMoE,
+    GroupedGatedDeltaNet,
     ParallelLMHead,
     ResidualRMSNorm,
-    RMSNorm,
     RotaryEmbedding,
-    RowParallelLinear,
-    SparseMoE,
     TensorParallel,
     VocabParallelEmbedding,
 )
 from ..loading import WeightMap
-from ..ops import linear
-
-LINEAR_ATTENTION, FULL_ATTENTION = "linear_attention", "full_attention"
-
-
-class Qwen3NextAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
-        super().__init__()
-        self.qkv_proj = GatedQKVParallelLinear(
-            config.hidden_size,
-            config.head_dim,
-            config.num_heads,
-            config.num_kv_heads,
-            bias=config.attention_bias,
-            tp=tp,
-        )
-        self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.attention_bias,
-            reduce_results=False,
-            tp=tp,
-        )
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, unit_offset=True)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, unit_offset=True)
-        self.rotary_emb = rotary_emb
-        spec = AttentionSpec(
-            num_heads=self.qkv_proj.num_heads,
-            num_kv_heads=self.qkv_proj.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-        )
-        self.attn = Attention(spec, layer_id)
-
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        q_and_gate, k, v = self.qkv_proj(hidden)  # [T, H, 2 D], [T, K, D], [T, K, D]
-        q, gate = q_and_gate.chunk(2, dim=2)
-        q, k = self.rotary_emb(positions, q, k, (self.q_norm, self.k_norm))
-        out: torch.Tensor = self.o_proj((self.attn(q, k, v) * torch.sigmoid(gate)).flatten(1))
-        return out
-
-
-class Qwen3NextGatedDeltaNet(GatedDeltaNet):
-    def __init__(self, config: ModelConfig, layer_id: int, tp: TensorParallel) -> None:
-        super().__init__(config, layer_id, tp)
-        spec = self.spec
-        # Rows of the checkpoint by key head: q, k, its value heads, their gates; and b, a of its value heads.
-        self.values_per_key = spec.num_v_heads // spec.num_k_heads * spec.head_v_dim
-        num_key_heads = config.own["linear_num_key_heads"]
-        self.in_proj_qkvz = ColumnParallelLinear(
-            config.hidden_size, num_key_heads * 2 * (spec.head_k_dim + self.values_per_key), tp=tp
-        )
-        self.in_proj_ba = ColumnParallelLinear(config.hidden_size, 2 * config.own["linear_num_value_heads"], tp=tp)
-
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        spec = self.spec
-        qkvz = self.in_proj_qkvz(x).view(-1, spec.num_k_heads, 2 * (spec.head_k_dim + self.values_per_key))
-        sizes = [spec.head_k_dim, spec.head_k_dim, self.values_per_key, self.values_per_key]
-        q, k, v, z = torch.split(qkvz, sizes, dim=2)
-        b, a = self.in_proj_ba(x).view(-1, spec.num_k_heads, 2, spec.num_v_heads // spec.num_k_heads).unbind(2)
-        qkv = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
-        return qkv, z.reshape(-1, spec.num_v_heads, spec.head_v_dim), b.flatten(1), a.flatten(1)
-
-
-class Qwen3NextSparseMoE(SparseMoE):
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        assert config.moe is not None  # the layer is sparse
-        super().__init__(config.hidden_size, config.moe, hidden_act=config.hidden_act, reduce_results=False, tp=tp)
-        self.shared_expert = GatedMLP(
-            config.hidden_size,
-            config.own["shared_expert_intermediate_size"],
-            hidden_act=config.hidden_act,
-            reduce_results=False,
-            tp=tp,
-        )
-        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = torch.sigmoid(linear(x, self.shared_expert_gate.weight))  # [T, 1]
-        out: torch.Tensor = super().forward(x) + gate * self.shared_expert(x)
-        return out
 
 
 class Qwen3NextDecoderLayer(nn.Module):
-    delta_net: ClassVar[type[GatedDeltaNet]] = Qwen3NextGatedDeltaNet
-
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=True, tp=tp)
-        self.is_linear = config.layer_types[layer_id] == LINEAR_ATTENTION
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = ResidualRMSNorm(size, eps, unit_offset=True, tp=tp)
+        self.is_linear = config.layer_types[layer_id] == LINEAR
         if self.is_linear:
-            self.linear_attn = self.delta_net(config, layer_id, tp)
+            self.linear_attn = GroupedGatedDeltaNet(config, layer_id, tp)
         else:
-            self.self_attn = Qwen3NextAttention(config, layer_id, rotary_emb, tp)
-        self.post_attention_layernorm = ResidualRMSNorm(
-            config.hidden_size, config.rms_norm_eps, unit_offset=True, tp=tp
-        )
+            self.self_attn = GatedAttention(config, layer_id, rotary_emb, tp)
+        self.post_attention_layernorm = ResidualRMSNorm(size, eps, unit_offset=True, tp=tp)
         self.mlp: nn.Module
         if config.moe is not None and config.moe.is_sparse(layer_id):
-            self.mlp = Qwen3NextSparseMoE(config, tp)
+            self.mlp = GatedSharedExpertMoE(config, tp)
         else:
-            self.mlp = GatedMLP(
-                config.hidden_size, config.intermediate_size, hidden_act=config.hidden_act, reduce_results=False, tp=tp
-            )
+            act = config.hidden_act
+            self.mlp = GatedMLP(size, config.intermediate_size, hidden_act=act, reduce_results=False, tp=tp)
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -146,12 +55,12 @@ class Qwen3NextDecoderLayer(nn.Module):
 
 
 class Qwen3NextModel(nn.Module):
-    def __init__(self, config: ModelConfig, layer_class: type[Qwen3NextDecoderLayer], tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions)
         self.layers = nn.ModuleList(
-            layer_class(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
+            Qwen3NextDecoderLayer(config, layer_id, rotary_emb, tp) for layer_id in range(config.num_layers)
         )
         self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=True, tp=tp)
 
@@ -176,9 +85,8 @@ class Qwen3NextForCausalLM(CausalLM):
         ignored=("mtp.*",),  # the draft module
     )
 
-    layer_class: ClassVar[type[Qwen3NextDecoderLayer]] = Qwen3NextDecoderLayer
-    layer_types: ClassVar[Collection[str]] = (LINEAR_ATTENTION, FULL_ATTENTION)
-    optional_keys: ClassVar[Collection[str] | None] = (
+    layer_types = (LINEAR, FULL)
+    optional_keys = (
         *("attention_bias", "hidden_act", "partial_rotary_factor", "layer_types"),
         *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
         *("decoder_sparse_step", "mlp_only_layers"),
@@ -203,17 +111,9 @@ class Qwen3NextForCausalLM(CausalLM):
 
     @classmethod
     def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """As the base class. Without `layer_types`, each `full_attention_interval`-th layer has full attention."""
-        if raw.get("layer_types") is None and raw.get("num_hidden_layers") is not None:
-            interval = raw.get("full_attention_interval") or 4
-            types = [
-                LINEAR_ATTENTION if (layer_id + 1) % interval else FULL_ATTENTION
-                for layer_id in range(raw["num_hidden_layers"])
-            ]
-            raw = {**raw, "layer_types": types}
-        return super().parse_config(raw)
+        return super().parse_config(with_linear_layers(raw))
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
-        self.model = Qwen3NextModel(config, self.layer_class, tp)
+        self.model = Qwen3NextModel(config, tp)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tied=tied, tp=tp)
