@@ -63,6 +63,10 @@ SAMPLE = {
 }
 
 
+LINEAR: dict[str, Any] = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 16},
@@ -84,6 +88,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False,
         },
     },
+    "qwen3_next": LINEAR | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 16,
+        "decoder_sparse_step": 1, "mlp_only_layers": [0],
+    },
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 16,
+    },
     "glm4": {"head_dim": 32, "partial_rotary_factor": 0.25},
     "glm4_moe": {
         "head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 2,
@@ -97,7 +109,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Checkpoints with a vision tower, of which the text model is served.
 FAMILIES |= {
     "gemma3": FAMILIES["gemma3_text"], "mistral3": FAMILIES["mistral"], "ministral": FAMILIES["mistral"],
-    "qwen2_vl": FAMILIES["qwen2"], "qwen2_5_vl": FAMILIES["qwen2"], "qwen3_vl": FAMILIES["qwen3"],
+    "qwen3_5": FAMILIES["qwen3_5_text"], "qwen3_5_moe": FAMILIES["qwen3_5_moe_text"], "qwen2_vl": FAMILIES["qwen2"],
+    "qwen2_5_vl": FAMILIES["qwen2"], "qwen3_vl": FAMILIES["qwen3"],
 }  # fmt: skip
 
 
