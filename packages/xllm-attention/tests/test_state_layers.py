@@ -232,7 +232,17 @@ def test_missing_slots_are_named() -> None:
             model.backend.plan(replace(step, **{field: None}))
 
 
-def test_state_layers_need_attention_layers_beside_them() -> None:
+def test_a_backend_made_in_inference_mode_plans_outside_of_it() -> None:
+    with torch.inference_mode():
+        backend = create_backend("torch", LAYERS, Model().limits)
+    model = Model(torch.float64)
+    backend.bind_kv_caches(model.caches)
+    model.backend = backend
+    model.step([(0, 9)], [5])
+    model.step([(0, 1)], [5], padding=1, graph=True)
+
+
+def test_state_layers_need_attention_layers() -> None:
     limits = Model().limits
     with pytest.raises(ValueError, match="no spec is that of an attention layer"):
         create_backend("torch", [SPEC], limits)

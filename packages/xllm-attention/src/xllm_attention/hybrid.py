@@ -39,8 +39,10 @@ class HybridBackend(AttentionBackend):
         self._index = {layer_id: index for index, layer_id in enumerate(self.attention_layers)}
         self._states: Mapping[int, LayerCache] = {}
         self._state_step: StateStep | None = None
-        # Of steps in a full graph, which may have no write slots of their own.
-        self._write_slots = torch.full((limits.max_num_seqs,), -1, dtype=torch.int32, device=limits.device)
+        # Of steps in a full graph, which may have no write slots of their own. An ordinary tensor even when made in
+        # inference mode: later plans may not be.
+        with torch.inference_mode(False):
+            self._write_slots = torch.full((limits.max_num_seqs,), -1, dtype=torch.int32, device=limits.device)
 
     @property
     def optional_fields(self) -> frozenset[str]:
