@@ -26,11 +26,21 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "olmo2": {},
     "glm4": {"head_dim": 16, "pad_token_id": None},
+    "deepseek_v2": EXPERTS | LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": EXPERTS | LATENT | {"first_k_dense_replace": 1},
     "glm4_moe": EXPERTS | {"use_qk_norm": True},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},

@@ -204,6 +204,49 @@ def glm4_moe(rng: Random) -> Config:
     )
 
 
+def _groups(rng: Random) -> Config:
+    num_groups = rng.choice((1, 2, 4))
+    num_experts = num_groups * rng.choice((2, 3, 4))
+    top_groups = rng.randrange(1, num_groups + 1)
+    most = top_groups * num_experts // num_groups
+    return {
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": rng.randrange(1, min(most, 4) + 1),
+        "n_group": num_groups,
+        "topk_group": top_groups,
+        "moe_intermediate_size": rng.choice((8, 12, 20)),
+        "n_shared_experts": rng.choice((1, 2)),
+        "first_k_dense_replace": rng.choice((0, 1, 1, 2)),
+        "routed_scaling_factor": rng.choice((1.0, 1.7)),
+    }
+
+
+def _latent(rng: Random) -> Config:
+    config = _common(rng) | _rope(rng) | _groups(rng)
+    del config["head_dim"]
+    config["num_key_value_heads"] = config["num_attention_heads"]
+    config["hidden_size"] = config["num_attention_heads"] * rng.choice((4, 6))
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"] |= rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": 0.7}, {"mscale_all_dim": 1.0}))
+    return config | {
+        "attention_bias": rng.random() < 0.5,
+        "q_lora_rank": rng.choice((None, 12, 20)),
+        "kv_lora_rank": rng.choice((8, 16, 24)),
+        "qk_nope_head_dim": rng.choice((8, 12)),
+        "qk_rope_head_dim": rng.choice((8, 12)),
+        "v_head_dim": rng.choice((8, 12, 20)),
+    }
+
+
+def deepseek_v2(rng: Random) -> Config:
+    method = rng.choice(("greedy", "group_limited_greedy"))
+    return _latent(rng) | {"topk_method": method, "mlp_bias": rng.random() < 0.5}
+
+
+def deepseek_v3(rng: Random) -> Config:
+    return _latent(rng) | {"rope_interleave": rng.random() < 0.7, "norm_topk_prob": rng.random() < 0.5}
+
+
 def gemma3_text(rng: Random) -> Config:
     config = _common(rng)
     config["num_hidden_layers"] = 3
@@ -266,7 +309,7 @@ FAMILIES: dict[str, Callable[[Random], Config]] = {
     draw.__name__: draw
     for draw in (
         *(llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, olmo2, glm4, glm4_moe, gemma3_text, phi3),
-        *(qwen3_next, qwen3_5_text, qwen3_5_moe_text, gpt_oss),
+        *(qwen3_next, qwen3_5_text, qwen3_5_moe_text, gpt_oss, deepseek_v2, deepseek_v3),
     )
 }
 

@@ -41,8 +41,24 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+LATENT: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "sliding_window_pattern": 2},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
     "glm4": {"head_dim": 8, "pad_token_id": None},
     "glm4_moe": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "llama": {},
@@ -77,17 +93,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Refused here, although HF's model runs: it ignores the key in silence, or computes what no kernel here does. The text
 # is in the error.
 STRICTER: dict[str, tuple[tuple[str, ...], str]] = {
+    "two numbers of experts": (("deepseek_v2",), "contradictory keys in config: num_experts=4, n_routed_experts="),
     "chunked layer types": (
-        ("glm4", "glm4_moe", "llama", "mixtral", "olmo2", "phi3", "qwen3_moe"),
+        ("deepseek_v2", "deepseek_v3", "glm4", "glm4_moe", "llama", "mixtral", "olmo2", "phi3", "qwen3_moe"),
         "layer_types has 'chunked_attention' for layer 0",
     ),
     "rope per layer type": (
-        ("glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen3_moe"),
+        ("deepseek_v2", "deepseek_v3", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen3_moe"),
         "rope_parameters per layer type",
     ),
     "per layer": (("qwen2", "qwen3"), "per_layer_config"),
     "hidden_act": (
-        ("glm4_moe", "mixtral", "qwen3_moe", "qwen3_5_text", "qwen3_next"),
+        ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe", "qwen3_5_text", "qwen3_next"),
         "hidden_act 'gelu' of ",
     ),
     "soft cap of attention": (("gemma3_text",), "attn_logit_softcapping 5.0"),
@@ -274,6 +291,10 @@ def test_random_configs_with_random_keys(
 def test_absent_keys_have_the_values_of_the_hf_class(family: str) -> None:
     sizes = {key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "tie_word_embeddings")}
     sizes |= {"num_attention_heads": 64, "hidden_size": 512, "num_hidden_layers": 30}
+    if family == "deepseek_v2":  # whose class has no number of experts per token
+        sizes["num_experts_per_tok"] = 2
+    if family == "deepseek_v3":  # whose class has 128 kv heads
+        sizes["num_attention_heads"] = 128
     hf = CONFIG_MAPPING[family](**sizes)
     config = get_model_class(family).parse_config({"model_type": family} | sizes)
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -293,7 +314,9 @@ def test_absent_keys_have_the_values_of_the_hf_class(family: str) -> None:
         assert config.moe.intermediate_size == getattr(hf, "moe_intermediate_size", hf.intermediate_size)
         assert config.moe.normalize == getattr(hf, "norm_topk_prob", True)
         assert config.moe.sparse_step == getattr(hf, "decoder_sparse_step", 1)
-    assert config.own == {key: getattr(hf, key) for key in config.own}
+    # None: V2 has no groups.
+    values = {key: getattr(hf, key) for key in config.own}
+    assert config.own == {key: 1 if value is None else value for key, value in values.items()}
 
 
 def keys_in_source(config_class: type) -> set[str]:
@@ -356,6 +379,8 @@ def test_the_page_lists_the_families_that_read_a_key() -> None:
         "Qwen3-MoE": "qwen3_moe",
         "GLM-4": "glm4",
         "GLM-4.5": "glm4_moe",
+        "DeepSeek-V2": "deepseek_v2",
+        "DeepSeek-V3": "deepseek_v3",
         "Mistral": "mistral",
         "Mixtral": "mixtral",
         "OLMo-2": "olmo2",

@@ -23,6 +23,21 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
+LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -120,7 +135,7 @@ def test_random_configs_equal_hf_on_1_2_and_4_ranks(
             "qwen3",
             "qwen3_moe",
         ),
-        *("qwen3_next", "qwen3_5_text", "gpt_oss"),
+        *("qwen3_next", "qwen3_5_text", "gpt_oss", "deepseek_v2", "deepseek_v3"),
     ],
 )
 def test_bf16_stays_as_near_to_fp32_as_hf_does(
@@ -146,6 +161,8 @@ def test_bf16_stays_as_near_to_fp32_as_hf_does(
         "qwen3_next": linear | experts,
         "qwen3_5_text": linear,
         "mixtral": {"num_local_experts": 4},
+        "deepseek_v2": LATENT,
+        "deepseek_v3": LATENT,
         "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     }
     hf, directory = write_checkpoint(model_type, head_dim=8, **own.get(model_type, {}))

@@ -22,6 +22,8 @@ _BUILT_IN = {
     for module, class_name, *names in (
         # Of a checkpoint with a vision tower, the text model is served.
         ("gemma3", "Gemma3ForCausalLM", "gemma3_text", "Gemma3ForConditionalGeneration", "gemma3"),
+        ("deepseek", "DeepseekV2ForCausalLM", "deepseek_v2"),
+        ("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"),
         ("glm4", "Glm4ForCausalLM", "glm4"),
         ("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe"),
         ("gpt_oss", "GptOssForCausalLM", "gpt_oss"),

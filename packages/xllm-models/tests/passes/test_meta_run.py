@@ -24,7 +24,7 @@ for config in json.loads(sys.argv[1]):
 """
 FAMILIES = (
     *("gemma3_text", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
-    *("qwen3_next", "qwen3_5_text", "gpt_oss"),
+    *("qwen3_next", "qwen3_5_text", "gpt_oss", "deepseek_v2", "deepseek_v3"),
 )
 
 

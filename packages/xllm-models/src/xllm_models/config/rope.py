@@ -82,6 +82,13 @@ class RopeConfig:
             return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
         return _yarn_scale(self.factor, 1.0)
 
+    @property
+    def softmax_scaling(self) -> float:
+        """The factor of the softmax scale in DeepSeek's attention: the square of yarn's mscale of all dimensions."""
+        if self.rope_type == "default" or not self.mscale_all_dim:
+            return 1.0
+        return _yarn_scale(self.factor, self.mscale_all_dim) ** 2
+
     def num_positions(self, max_position_embeddings: int) -> int:
         """Positions to serve by default: `max_position_embeddings`, or for dynamic and yarn the extended length.
 
