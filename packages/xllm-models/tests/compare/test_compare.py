@@ -310,3 +310,25 @@ def test_a_real_checkpoint_passes(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "PASS: all" in out
     assert "model.layers.29.mlp.down_proj" in out
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latent_attention_passes_without_the_modules_that_hf_expands(
+    family: str, dtype: str, write_checkpoint: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    experts = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+    }
+    _, directory = write_checkpoint(family, num_key_value_heads=4, first_k_dense_replace=1, **sizes, **experts)
+    assert main(["compare", str(directory), "--dtype", dtype]) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "PASS: all" in out
+    assert "not comparable" not in out
+    for module in ("q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj"):
+        assert f"model.layers.1.self_attn.{module} " in out

@@ -63,6 +63,21 @@ def test_the_first_module_that_differs_is_named(fault: str, size: int, llama: Pa
         assert "its terms of a sum over the ranks are not summed before model.layers.1.input_layernorm" in str(found)
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "config"),
     [
@@ -74,6 +89,8 @@ def test_the_first_module_that_differs_is_named(fault: str, size: int, llama: Pa
         ("mixtral", {"head_dim": 8, "num_local_experts": 4}),
         ("glm4", {"head_dim": 16, "pad_token_id": None}),
         ("olmo2", {"attention_bias": True}),
+        ("deepseek_v2", LATENT | {"q_lora_rank": None}),
+        ("deepseek_v3", LATENT | {"q_lora_rank": 8}),
         (
             "glm4_moe",
             {"head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

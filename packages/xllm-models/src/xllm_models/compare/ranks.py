@@ -63,7 +63,8 @@ def _record(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) ->
         return  # one module serves all layers; the attention's queries and keys show its result
     prefix = "" if name else _MODEL
     if isinstance(module, Attention):
-        yield from zip((".q", ".k", ".v"), args, strict=False)
+        named = zip((".q", ".k", ".v"), args, strict=False)
+        yield from (pair for pair in named if pair[1] is not None)  # a latent layer gets no v
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.ndim]
     for index, tensor in enumerate(tensors):
         yield f"{prefix}[{index}]" if index else prefix, tensor

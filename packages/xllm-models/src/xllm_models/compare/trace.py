@@ -37,6 +37,8 @@ class Trace:
         """Append rows to an entry. Rows of another width make the entry unusable."""
         if name in self.unusable:
             return
+        if value.is_complex():  # the rotations of transformers' DeepSeek-V2
+            value = torch.view_as_real(value)
         if not value.ndim:
             self.mark_unusable(name, "a scalar")
             return

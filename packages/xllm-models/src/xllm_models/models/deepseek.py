@@ -174,6 +174,10 @@ class DeepseekV2ForCausalLM(CausalLM):
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
     }
+    # transformers computes queries, keys and results of attention per head, from the expanded rows.
+    compare_names: ClassVar[Mapping[str, str | None]] = dict.fromkeys(
+        ("self_attn.attn", "self_attn.attn.q", "self_attn.attn.k")
+    )
     fixed_keys: ClassVar[Mapping[str, Any]] = {
         "moe_layer_freq": 1,
         "scoring_func": "softmax",
