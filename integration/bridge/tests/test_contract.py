@@ -97,6 +97,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 16,
     },
     "glm4": {"head_dim": 32, "partial_rotary_factor": 0.25},
+    "deepseek_v2": {
+        "num_key_value_heads": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "n_group": 2, "topk_group": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "q_lora_rank": None, "topk_method": "group_limited_greedy",
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "n_group": 2, "topk_group": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "q_lora_rank": 16, "first_k_dense_replace": 1,
+    },
     "glm4_moe": {
         "head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 2,
         "first_k_dense_replace": 2, "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.25,
