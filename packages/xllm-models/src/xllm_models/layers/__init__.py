@@ -6,6 +6,7 @@ from .biased_experts import BiasedExperts, BiasedSparseMoE
 from .gated_attention import GatedAttention
 from .gated_delta_net import GroupedGatedDeltaNet, MergedGatedDeltaNet
 from .grouped_router import GROUPED_ROUTING, GroupedSigmoidRouter, GroupedSoftmaxRouter
+from .latent_attention import LATENT_ATTENTION, LatentAttention
 from .linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -24,6 +25,7 @@ from .vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 __all__ = [
     "GROUPED_ROUTING",
+    "LATENT_ATTENTION",
     "BiasedExperts",
     "BiasedSparseMoE",
     "ColumnParallelLinear",
@@ -35,6 +37,7 @@ __all__ = [
     "GroupedSigmoidRouter",
     "GroupedSoftmaxRouter",
     "KeepDtypeParameter",
+    "LatentAttention",
     "LinearBase",
     "MergedColumnParallelLinear",
     "MergedGatedDeltaNet",

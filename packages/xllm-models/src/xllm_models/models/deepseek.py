@@ -1,10 +1,4 @@
-"""DeepSeek-V2 and V3, after HF transformers' DeepseekV2ForCausalLM and DeepseekV3ForCausalLM: latent attention (MLA).
-
-Attention is absorbed (arXiv:2405.04434, 2.1): the cache holds one row per token, the normed compressed kv and the
-rotated key features that all heads share. The key half of kv_b_proj goes into the queries, its value half into the
-result.
-T tokens of the step, H query heads of this rank, L kv_lora_rank, N qk_nope_head_dim, R qk_rope_head_dim, V v_head_dim.
-"""
+"""DeepSeek-V2 and V3, after HF transformers' DeepseekV2ForCausalLM and DeepseekV3ForCausalLM."""
 
 from __future__ import annotations
 
@@ -14,21 +8,18 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from xllm_attention import Attention, AttentionSpec
-
 from ..causal_lm import CausalLM
 from ..config import ROUTED_EXPERT_KEYS, ModelConfig
 from ..layers import (
     GROUPED_ROUTING,
-    ColumnParallelLinear,
+    LATENT_ATTENTION,
     GatedMLP,
     GroupedSigmoidRouter,
     GroupedSoftmaxRouter,
+    LatentAttention,
     ParallelLMHead,
     ResidualRMSNorm,
-    RMSNorm,
     RotaryEmbedding,
-    RowParallelLinear,
     SharedExpertsMoE,
     TensorParallel,
     VocabParallelEmbedding,
@@ -37,60 +28,6 @@ from ..loading import WeightMap
 
 Router = type[GroupedSoftmaxRouter] | type[GroupedSigmoidRouter]
 
-_LATENT_NORM_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, which HF gives no eps
-_WHOLE = TensorParallel()  # projections to the latent rows, which every rank holds whole
-
-
-class DeepseekAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, tp: TensorParallel) -> None:
-        super().__init__()
-        if config.num_kv_heads != config.num_heads:
-            raise ValueError(
-                f"num_key_value_heads {config.num_kv_heads} must be num_attention_heads {config.num_heads}: the heads "
-                "of latent attention share one cached row"
-            )
-        size, heads, bias = config.hidden_size, config.num_heads, config.attention_bias
-        self.nope_dim, self.rope_dim = config.own["qk_nope_head_dim"], config.own["qk_rope_head_dim"]
-        self.v_dim, self.kv_rank = config.own["v_head_dim"], config.own["kv_lora_rank"]
-        self.num_heads = tp.shard("num_attention_heads", heads).size
-        qk_dim, q_rank = self.nope_dim + self.rope_dim, config.own["q_lora_rank"]
-        self.has_q_rank = q_rank > 0
-        if self.has_q_rank:
-            self.q_a_proj = ColumnParallelLinear(size, q_rank, bias=bias, tp=_WHOLE)
-            self.q_a_layernorm = RMSNorm(q_rank, _LATENT_NORM_EPS)
-            self.q_b_proj = ColumnParallelLinear(q_rank, heads * qk_dim, tp=tp)
-        else:
-            self.q_proj = ColumnParallelLinear(size, heads * qk_dim, tp=tp)
-        self.kv_a_proj_with_mqa = ColumnParallelLinear(size, self.kv_rank + self.rope_dim, bias=bias, tp=_WHOLE)
-        self.kv_a_layernorm = RMSNorm(self.kv_rank, _LATENT_NORM_EPS)
-        self.kv_b_proj = ColumnParallelLinear(self.kv_rank, heads * (self.nope_dim + self.v_dim), tp=tp)  # weight only
-        self.o_proj = RowParallelLinear(heads * self.v_dim, size, bias=bias, reduce_results=False, tp=tp)
-        self.rotary_emb = rotary_emb
-        spec = AttentionSpec(
-            num_heads=self.num_heads,
-            num_kv_heads=1,
-            head_dim=self.kv_rank + self.rope_dim,
-            scale=qk_dim**-0.5 * config.rope.softmax_scaling,
-            v_head_dim=self.kv_rank,
-            latent=True,
-        )
-        self.attn = Attention(spec, layer_id)
-
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden))) if self.has_q_rank else self.q_proj(hidden)
-        q = q.view(-1, self.num_heads, self.nope_dim + self.rope_dim)
-        q_nope, q_rope = torch.split(q, [self.nope_dim, self.rope_dim], dim=-1)
-        kv, k_rope = torch.split(self.kv_a_proj_with_mqa(hidden), [self.kv_rank, self.rope_dim], dim=-1)
-        q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope.unsqueeze(1))  # [T, H, R], [T, 1, R]
-        weight = self.kv_b_proj.weight.view(self.num_heads, self.nope_dim + self.v_dim, self.kv_rank)
-        w_key, w_value = torch.split(weight, [self.nope_dim, self.v_dim], dim=1)  # [H, N, L], [H, V, L]
-        q_latent = torch.bmm(q_nope.transpose(0, 1), w_key).transpose(0, 1)  # [T, H, L]
-        k = torch.cat((self.kv_a_layernorm(kv).unsqueeze(1), k_rope), dim=-1)  # [T, 1, L + R]
-        latent = self.attn(torch.cat((q_latent, q_rope), dim=-1), k, None)  # [T, H, L]
-        values = torch.bmm(latent.transpose(0, 1), w_value.transpose(1, 2)).transpose(0, 1)  # [T, H, V]
-        out: torch.Tensor = self.o_proj(values.flatten(1))
-        return out
-
 
 class DeepseekDecoderLayer(nn.Module):
     def __init__(
@@ -98,19 +35,15 @@ class DeepseekDecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
-        self.self_attn = DeepseekAttention(config, layer_id, rotary_emb, tp)
+        self.self_attn = LatentAttention(config, layer_id, rotary_emb, tp)
         self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp)
         self.mlp: nn.Module
         if layer_id >= config.own["first_k_dense_replace"]:
             self.mlp = SharedExpertsMoE(config, router(config), tp)
         else:
+            size, act = config.hidden_size, config.hidden_act
             self.mlp = GatedMLP(
-                config.hidden_size,
-                config.intermediate_size,
-                hidden_act=config.hidden_act,
-                bias=config.mlp_bias,
-                reduce_results=False,
-                tp=tp,
+                size, config.intermediate_size, hidden_act=act, bias=config.mlp_bias, reduce_results=False, tp=tp
             )
 
     def forward(
@@ -126,12 +59,8 @@ class DeepseekModel(nn.Module):
     def __init__(self, config: ModelConfig, router: Router, tp: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
-        rotary_emb = RotaryEmbedding(
-            config.rope,
-            config.own["qk_rope_head_dim"],
-            config.num_positions,
-            interleaved=config.own.get("rope_interleave", True),
-        )
+        interleaved = config.own.get("rope_interleave", True)
+        rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.num_positions, interleaved=interleaved)
         self.layers = nn.ModuleList(
             DeepseekDecoderLayer(config, layer_id, rotary_emb, router, tp) for layer_id in range(config.num_layers)
         )
@@ -165,14 +94,8 @@ class DeepseekV2ForCausalLM(CausalLM):
     config_defaults: ClassVar[Mapping[str, Any]] = {"n_routed_experts": 64, "moe_intermediate_size": 1407}
     own_config: ClassVar[Mapping[str, Any]] = {
         **GROUPED_ROUTING,
-        "topk_method": "greedy",
-        "first_k_dense_replace": 0,
-        "n_shared_experts": 2,
-        "q_lora_rank": 1536,  # 0: queries are projected at once
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **LATENT_ATTENTION,
+        **{"topk_method": "greedy", "first_k_dense_replace": 0, "n_shared_experts": 2},
     }
     # transformers computes queries, keys and results of attention per head, from the expanded rows.
     compare_names: ClassVar[Mapping[str, str | None]] = dict.fromkeys(
