@@ -95,16 +95,14 @@ class DeepseekV2ForCausalLM(CausalLM):
     own_config: ClassVar[Mapping[str, Any]] = {
         **GROUPED_ROUTING,
         **LATENT_ATTENTION,
-        **{"topk_method": "greedy", "first_k_dense_replace": 0, "n_shared_experts": 2},
+        "topk_method": "greedy",
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
     }
-    # transformers computes queries, keys and results of attention per head, from the expanded rows.
-    compare_names: ClassVar[Mapping[str, str | None]] = dict.fromkeys(
+    compare_names: ClassVar[Mapping[str, str | None]] = dict.fromkeys(  # per head in transformers: the expanded form
         ("self_attn.attn", "self_attn.attn.q", "self_attn.attn.k")
     )
-    fixed_keys: ClassVar[Mapping[str, Any]] = {
-        "moe_layer_freq": 1,
-        "scoring_func": "softmax",
-    }  # no other value is served
+    fixed_keys: ClassVar[Mapping[str, Any]] = {"moe_layer_freq": 1, "scoring_func": "softmax"}  # all served
 
     @classmethod
     def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:
@@ -114,9 +112,10 @@ class DeepseekV2ForCausalLM(CausalLM):
                 raise ValueError(f"{key} {raw[key]!r} is not supported; allowed: {only!r}")
         if raw.get("n_layers") is not None:
             return super().parse_config(raw)
-        q_rank = raw.get("q_lora_rank", cls.own_config["q_lora_rank"])
-        head_dim = raw.get("qk_rope_head_dim") or cls.own_config["qk_rope_head_dim"]
-        return super().parse_config({**raw, "q_lora_rank": q_rank or 0, "head_dim": head_dim})
+        own = {**cls.own_config, **raw}
+        return super().parse_config(
+            {**raw, "q_lora_rank": own["q_lora_rank"] or 0, "head_dim": own["qk_rope_head_dim"]}
+        )
 
     def build(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.model = DeepseekModel(config, self.router, tp)
