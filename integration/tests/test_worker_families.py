@@ -30,6 +30,10 @@ LINEAR = {
     "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
 }  # fmt: skip
+LATENT = {  # one cache tensor per layer
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "sliding_window": 24},
     "olmo2": {},
@@ -42,6 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
     },
     "qwen3_5_text": LINEAR,
+    "deepseek_v2": LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": LATENT | {"q_lora_rank": 24, "first_k_dense_replace": 1},
     "gpt_oss": {"head_dim": 16, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3": {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 16, "query_pre_attn_scalar": 16},
 }  # fmt: skip
