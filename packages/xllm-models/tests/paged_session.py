@@ -54,7 +54,7 @@ class PagedSession:
             ),
         )
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_sequences}
-        self.has_states = "linear_state_indices" in self.backend.optional_fields
+        self.has_states = self.backend.runs_state_layers
         self.backend.bind_kv_caches(allocate_caches(model.cache_specs, **sizes, device=model.device, fill=torch.nan))
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:

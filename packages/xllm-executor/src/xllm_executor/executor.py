@@ -340,7 +340,7 @@ def _padding_step(backend: AttentionBackend) -> AttentionMetadata:
     """A decode step of one padding row: it writes nothing to the cache, and its attention output is 0."""
     device, optional = backend.limits.device, backend.optional_fields
     step = StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=1, max_num_pages=1, device=device, optional=optional)
-    slots: list[int] | None = [] if "linear_state_indices" in optional else None
+    slots: list[int] | None = [] if backend.runs_state_layers else None
     empty = build_attention_metadata([], [], [], page_size=1, device=device, state_slots=slots)
     step.fill(empty, num_tokens=1, num_seqs=1)
     return step

@@ -39,4 +39,4 @@ def dummy_batch(backend: AttentionBackend, num_tokens: int, num_seqs: int, *, ch
 
 def _no_slots(backend: AttentionBackend, num_seqs: int) -> list[int] | None:
     """The state slots of sequences that have none; None for a backend that reads no slots."""
-    return [-1] * num_seqs if "linear_state_indices" in backend.optional_fields else None
+    return [-1] * num_seqs if backend.runs_state_layers else None

@@ -69,7 +69,7 @@ def trace_ours(
     positions = torch.arange(num_tokens, device=model.device, dtype=torch.int32)
     prefill = max(num_tokens - num_decode, 1)
     pages = [list(range(-(-num_tokens // PAGE_SIZE)))]
-    slots = [0] if "linear_state_indices" in backend.optional_fields else None
+    slots = [0] if backend.runs_state_layers else None
     with torch.no_grad(), observed(model, observe, running), recorder:
         start = 0
         for end in range(prefill, num_tokens + 1):
