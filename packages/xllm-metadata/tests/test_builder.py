@@ -83,6 +83,24 @@ def test_contradictions_are_named(arguments: tuple[Any, ...], message: str) -> N
         build_attention_metadata(*arguments)
 
 
+def test_tables_of_kv_cache_groups() -> None:
+    tables = [[[1, 5], [0, 2]], [[0, 1], [2, 0]]]
+    step = build_attention_metadata([3, 1], [6, 5], [[4, 2], [9, 3]], 4, group_page_tables=tables)
+    plain = build_attention_metadata([3, 1], [6, 5], [[4, 2], [9, 3]], 4)
+    assert step.group_slot_mapping is not None
+    assert step.group_paged_kv_indices is not None
+    assert step.group_slot_mapping.tolist() == [[7, 20, 21, 8], [3, 4, 5, 0]]
+    assert step.group_paged_kv_indices.tolist() == [[1, 5, 0, 2], [0, 1, 2, 0]]
+    assert step.slot_mapping.equal(plain.slot_mapping)
+    assert step.paged_kv_indices.equal(plain.paged_kv_indices)
+    assert plain.group_slot_mapping is None
+    empty = build_attention_metadata([], [], [], 4, group_page_tables=[[], []])
+    assert empty.group_slot_mapping is not None
+    assert empty.group_slot_mapping.shape == (2, 0)
+    with pytest.raises(ValueError, match="sequence 0: kv_len 5 needs 2 pages of 4, its page table has 1"):
+        build_attention_metadata([1], [5], [[0, 1]], 4, group_page_tables=[[[3]]])
+
+
 def test_state_slots() -> None:
     step = build_attention_metadata([2, 1], [2, 4], [[0], [1]], 4, state_slots=[3, -1], state_write_slots=[3, 2])
     assert step.linear_state_indices is not None

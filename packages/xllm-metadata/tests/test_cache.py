@@ -69,3 +69,9 @@ def test_caches_are_allocated_by_spec() -> None:
         "k": ((7, 16, 2, 8), torch.float16),
     }
     assert all(bool(tensor.isnan().all()) for cache in (state, keys) for _, tensor in cache.items())
+
+
+def test_caches_of_a_group_have_its_number_of_pages() -> None:
+    window = CacheSpec("k", (2, 8), torch.float16, group=1, window=32)
+    caches = allocate_caches([[KEYS], [window], [CONV]], num_pages=[7, 3], page_size=16, num_slots=2)
+    assert [tensor.shape[0] for cache in caches for _, tensor in cache.items()] == [7, 3, 2]

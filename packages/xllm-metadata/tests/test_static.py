@@ -145,6 +145,47 @@ def test_optional_fields_are_held_only_when_asked_for() -> None:
     assert static.block_table.tolist() == [[4, 2, 0], [9, 3, 0], [0, 0, 0], [0, 0, 0]]
 
 
+def grouped_step(q_lens: list[int], kv_lens: list[int], num_groups: int = 2) -> AttentionMetadata:
+    tables = [[[8 * i + j + group for j in range(-(-n // 4))] for i, n in enumerate(kv_lens)] for group in range(3)]
+    return build_attention_metadata(
+        q_lens, kv_lens, tables[0], page_size=4, group_page_tables=tables[1 : 1 + num_groups]
+    )
+
+
+GROUP_FIELDS = ["group_slot_mapping", "group_paged_kv_indices"]
+
+
+@pytest.mark.parametrize("phase", ["chunked", "decode"])
+def test_tables_of_kv_cache_groups_are_padded_like_those_of_group_0(phase: str) -> None:
+    static = make_static(optional=GROUP_FIELDS, num_group_tables=2)
+    large = grouped_step([1] * 7, [6, 5, 1, 8, 9, 2, 3])
+    small = grouped_step([3, 1] if phase == "chunked" else [1, 1], [6, 5])
+    static.fill(large, num_tokens=8, num_seqs=8)
+    for name in GROUP_FIELDS:
+        static.buffer(name).fill_(77)
+    static.fill(small, num_tokens=8, num_seqs=8)
+    assert static.group_slot_mapping is not None
+    assert static.group_paged_kv_indices is not None
+    assert small.group_slot_mapping is not None
+    assert small.group_paged_kv_indices is not None
+    num_tokens = small.slot_mapping.shape[0]
+    for group in range(2):
+        row = static.group_slot_mapping[group]
+        assert row.tolist() == small.group_slot_mapping[group].tolist() + [-1] * (8 - num_tokens)
+        assert row.is_contiguous()
+        pages = static.group_paged_kv_indices[group]
+        assert pages.tolist() == small.group_paged_kv_indices[group].tolist() + [77] * 28
+    before = static.group_slot_mapping.data_ptr(), static.group_paged_kv_indices.data_ptr()
+    static.fill(small, num_tokens=8, num_seqs=8)
+    assert (static.group_slot_mapping.data_ptr(), static.group_paged_kv_indices.data_ptr()) == before
+
+
+def test_another_number_of_kv_cache_groups_is_refused() -> None:
+    static = make_static(optional=GROUP_FIELDS, num_group_tables=2)
+    with pytest.raises(ValueError, match=r"group_slot_mapping has shape \[1, 2\]; .* has \[2, 2\]"):
+        static.fill(grouped_step([1, 1], [6, 5], 1), num_tokens=4, num_seqs=4)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_seqs", "message"),
     [

@@ -56,6 +56,27 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+GROUPS = {
+    "group_slot_mapping": torch.zeros((2, 4), dtype=torch.int32),
+    "group_paged_kv_indices": torch.zeros((2, 4), dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_tables_of_kv_cache_groups(name: str) -> None:
+    check_step(step(), 4, CPU)
+    check_step(step(**GROUPS), 4, CPU, 2)
+    for wrong, message in (
+        (None, f"{name} is None; the backend serves 2 KV cache groups besides group 0"),
+        (torch.zeros((2, 4), device="meta"), f"{name} is on device meta; it must be on cpu"),
+        (torch.zeros((1, 4)), rf"{name} has shape \[1, 4\]; it must be \[2, 4\]"),
+        (torch.zeros((2, 3)), rf"{name} has shape \[2, 3\]; it must be \[2, 4\]"),
+        (torch.zeros(8), rf"{name} has shape \[8\]; it must be \[2, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_step(step(**GROUPS | {name: wrong}), 4, CPU, 2)
+
+
 @pytest.mark.parametrize(("changes", "message"), FAULTS)
 def test_a_fault_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -108,7 +129,7 @@ def test_it_refuses_what_validate_refuses(
     """The same fault in the device tensor and its mirror: both checks find it, or neither does."""
     kv_lens = [q + prefix for q, prefix in lens]
     built = build_attention_metadata(
-        [q for q, _ in lens], kv_lens, [list(range(20 * i, 20 * i + 23)) for i in range(len(lens))], page_size=page_size
+        [q for q, _ in lens], kv_lens, [list(range(23 * i, 23 * i + 23)) for i in range(len(lens))], page_size=page_size
     )
     if change is not None:
         which, index, by = change

@@ -91,6 +91,86 @@ def test_sequences_may_read_one_state_and_have_none() -> None:
     check(build_attention_metadata([1, 1], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE, state_slots=[-1, -1]), num_tokens=2)
 
 
+GROUPS = build_attention_metadata(  # sequence 0 has freed the first page of group 2
+    [3, 1], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE, group_page_tables=[[[1, 5], [0, 2]], [[0, 1], [2, 0]]]
+)
+
+
+def check_groups(step: Any, *group_num_pages: int) -> None:
+    validate(
+        step,
+        num_tokens=4,
+        num_seqs=2,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        group_num_pages=group_num_pages or None,
+    )
+
+
+def group_value(name: str, group: int, index: int, value: int) -> Callable[[Any], Any]:
+    """Changes one element of a field [G, ...]."""
+
+    def corrupt(step: BuiltAttentionMetadata) -> BuiltAttentionMetadata:
+        tensor = getattr(step, name).clone()
+        tensor[group, index] = value
+        return dataclasses.replace(step, **{name: tensor})
+
+    return corrupt
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (replace(group_slot_mapping=None), "group_slot_mapping is None; a step with page tables of KV cache groups"),
+        (replace(group_paged_kv_indices=None), "group_paged_kv_indices is None; a step with page tables of"),
+        (
+            replace(group_slot_mapping=torch.zeros((1, 4), dtype=torch.int32)),
+            r"group_slot_mapping has shape \[1, 4\]; it must be \[2, 4\]",
+        ),
+        (
+            replace(group_paged_kv_indices=torch.zeros((2, 5), dtype=torch.int32)),
+            r"group_paged_kv_indices has shape \[2, 5\]; it must be \[2, 4\]",
+        ),
+        (
+            replace(group_slot_mapping=torch.zeros((2, 3), dtype=torch.int32)),
+            "group_slot_mapping has 3 entries; T is 4",
+        ),
+        (
+            replace(group_slot_mapping=torch.zeros((2, 4), dtype=torch.int64)),
+            "group_slot_mapping has dtype torch.int64",
+        ),
+        (
+            group_value("group_paged_kv_indices", 0, 1, 6),
+            r"group_paged_kv_indices\[0\]\[1\] is 6; a page of KV cache group 1 is 0 to 5",
+        ),
+        (group_value("group_paged_kv_indices", 1, 0, -1), r"group_paged_kv_indices\[1\]\[0\] is -1"),
+        (group_value("group_slot_mapping", 1, 3, 12), r"group_slot_mapping\[1\]\[3\] is 12; it must be -1 to 11"),
+        (
+            group_value("group_slot_mapping", 1, 0, 5),
+            r"group_slot_mapping\[1\]\[0\] is 5; by group_paged_kv_indices\[1\], position 3 of sequence 0 has slot 3",
+        ),
+    ],
+)
+def test_kv_cache_groups_are_checked(corrupt: Callable[[Any], Any], message: str) -> None:
+    check_groups(GROUPS, 6, 3)
+    with pytest.raises(ValueError, match=message):
+        check_groups(corrupt(GROUPS), 6, 3)
+
+
+def test_a_step_without_the_tables_of_its_groups_is_refused() -> None:
+    check_groups(MIXED)
+    with pytest.raises(ValueError, match="group_slot_mapping is None"):
+        check_groups(MIXED, 6)
+    with pytest.raises(ValueError, match=r"group_slot_mapping has shape \[2, 4\]; it must be \[1, 4\]"):
+        check_groups(GROUPS, 6)
+
+
+def test_two_sequences_that_write_one_slot_of_a_group_are_named() -> None:
+    step = build_attention_metadata([3, 1], [6, 5], [[4, 2], [9, 3]], PAGE_SIZE, group_page_tables=[[[1, 5], [0, 5]]])
+    with pytest.raises(ValueError, match=r"group_slot_mapping\[0\]\[3\] is 20; sequences 0 and 1 both write it"):
+        check_groups(step)
+
+
 def test_legal_steps_are_accepted() -> None:
     check(MIXED)
     check(DECODE, num_tokens=2)

@@ -18,7 +18,7 @@ _LINE = 32  # int32 elements in 128 bytes, a cache line
 class Buffers:
     """Static buffers of a set of tensor fields."""
 
-    capacity: dict[str, int]  # largest size of each symbol: T, B, P, W
+    capacity: dict[str, int]  # largest size of each symbol: T, B, P, W, G
     fields: tuple[Field, ...]  # tensor fields that have a buffer; variable-length ones last
     by_name: dict[str, torch.Tensor]
     # By memory: [n, >= B + 1] int32. Its rows are the n buffers that Padding.REPEAT_LAST pads, so that one copy can pad
@@ -73,8 +73,8 @@ def shape_of(field: Field, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 def is_variable_length(field: Field) -> bool:
-    """Whether T and B do not determine the field's shape, as with P and W."""
-    return not {symbol.removesuffix("+1") for symbol in field.shape} <= {"T", "B"}
+    """Whether T, B and the constant G do not determine the field's shape, as with P and W."""
+    return not {symbol.removesuffix("+1") for symbol in field.shape} <= {"T", "B", "G"}
 
 
 def _offset_rows(num_rows: int, size: int, where: dict[str, Any]) -> torch.Tensor:

@@ -19,6 +19,7 @@ def build_attention_metadata(
     *,
     state_slots: Sequence[int] | None = None,
     state_write_slots: Sequence[int] | None = None,
+    group_page_tables: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> BuiltAttentionMetadata:
     """Builds the metadata of one step.
 
@@ -29,6 +30,8 @@ def build_attention_metadata(
         page_size: tokens per page.
         state_slots: state slot per sequence, -1 for none; for models with state layers.
         state_write_slots: slot that each new state goes to, where that is another one.
+        group_page_tables: `page_tables` of KV cache groups 1 to G, for hosts that free the pages of sliding windows. A
+            freed page has any index of the group.
         device: device of the device tensors. Host mirrors are pinned when this is a CUDA device.
 
     The step is decode when every sequence has exactly one token, also when there is no sequence. Else it is prefill
@@ -42,10 +45,15 @@ def build_attention_metadata(
         if slots_of is not None and len(slots_of) != len(q_lens):
             raise ValueError(f"{name} has {len(slots_of)} entries; the step has {len(q_lens)} sequences")
     page_counts = [-(-kv_len // page_size) for kv_len in kv_lens]
-    slots: list[int] = []
-    for q_len, kv_len, table in zip(q_lens, kv_lens, page_tables, strict=True):
-        slots += [table[p // page_size] * page_size + p % page_size for p in range(kv_len - q_len, kv_len)]
-    indices = [page for table, n in zip(page_tables, page_counts, strict=True) for page in table[:n]]
+    for tables in group_page_tables or ():
+        _check_inputs(q_lens, kv_lens, tables, page_size)
+    all_slots, all_indices = [], []  # by KV cache group
+    for tables in (page_tables, *(group_page_tables or ())):
+        slots: list[int] = []
+        for q_len, kv_len, table in zip(q_lens, kv_lens, tables, strict=True):
+            slots += [table[p // page_size] * page_size + p % page_size for p in range(kv_len - q_len, kv_len)]
+        all_slots.append(slots)
+        all_indices.append([page for table, n in zip(tables, page_counts, strict=True) for page in table[:n]])
     last_page_lens = [(kv_len - 1) % page_size + 1 if kv_len else 0 for kv_len in kv_lens]
 
     prefix_lens = [kv_len - q_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
@@ -58,9 +66,9 @@ def build_attention_metadata(
     kv_host = _host_tensor([0, *accumulate(kv_lens)], device)
     qo_host = None if is_decode else _host_tensor([0, *accumulate(q_lens)], device)
     return BuiltAttentionMetadata(
-        slot_mapping=_host_tensor(slots, device).to(device),
+        slot_mapping=_host_tensor(all_slots[0], device).to(device),
         paged_kv_indptr=pages_host.to(device),
-        paged_kv_indices=_host_tensor(indices, device).to(device),
+        paged_kv_indices=_host_tensor(all_indices[0], device).to(device),
         paged_kv_last_page_len=last_host.to(device),
         kv_cu_seq_lens=kv_host.to(device),
         qo_indptr=None if qo_host is None else qo_host.to(device),
@@ -77,10 +85,12 @@ def build_attention_metadata(
             None if state_write_slots is None else _host_tensor(state_write_slots, device).to(device)
         ),
         has_initial_state=(None if state_slots is None else _host_tensor(prefix_lens, device).to(device, torch.bool)),
+        group_slot_mapping=_host_tensor(all_slots[1:], device).to(device) if group_page_tables else None,
+        group_paged_kv_indices=_host_tensor(all_indices[1:], device).to(device) if group_page_tables else None,
     )
 
 
-def _host_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
+def _host_tensor(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 

@@ -40,6 +40,8 @@ class BuiltAttentionMetadata(AttentionMetadata):
     has_initial_state: torch.Tensor | None = None
     dp_token_counts: torch.Tensor | None = None
     dp_is_decode: torch.Tensor | None = None
+    group_slot_mapping: torch.Tensor | None = None
+    group_paged_kv_indices: torch.Tensor | None = None
 
     @property
     def q_cu_seq_lens(self) -> torch.Tensor | None:

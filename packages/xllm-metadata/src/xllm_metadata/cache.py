@@ -35,6 +35,10 @@ class CacheSpec:
         name: of a tensor of `LayerCache`.
         shape: of one entry: of a token in a page, or of a sequence's state.
         dtype: of the tensor.
+        group: KV cache group of the layer: tensors of one group have the same number of pages and share a page table.
+            A host with one table for all layers ignores it.
+        window: number of keys that a query of the group sees, its own included; 0: all. A host with a page table per
+            group may free a page as soon as no later query sees a token of it.
 
     Raises:
         ValueError: an unknown name.
@@ -43,6 +47,8 @@ class CacheSpec:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    group: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         if self.name not in CACHE_KINDS:
@@ -117,7 +123,7 @@ class LayerCache:
 def allocate_caches(
     layers: Sequence[Sequence[CacheSpec]],
     *,
-    num_pages: int,
+    num_pages: int | Sequence[int],
     page_size: int,
     num_slots: int = 1,
     device: torch.device | str = "cpu",
@@ -127,18 +133,15 @@ def allocate_caches(
 
     Args:
         layers: the specs of each layer's cache tensors.
-        num_pages, page_size: of the paged tensors.
+        num_pages, page_size: of the paged tensors. A sequence has the number of pages of each KV cache group.
         num_slots: of the state tensors.
         device: of all tensors.
         fill: the value of every element.
     """
-    sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_slots}
-    return [
-        LayerCache(
-            **{
-                spec.name: torch.full(spec.tensor_shape(**sizes), fill, dtype=spec.dtype, device=device)
-                for spec in specs
-            }
-        )
-        for specs in layers
-    ]
+
+    def allocate(spec: CacheSpec) -> torch.Tensor:
+        pages = num_pages if isinstance(num_pages, int) else num_pages[spec.group]
+        shape = spec.tensor_shape(num_pages=pages, page_size=page_size, num_slots=num_slots)
+        return torch.full(shape, fill, dtype=spec.dtype, device=device)
+
+    return [LayerCache(**{spec.name: allocate(spec) for spec in specs}) for specs in layers]

@@ -137,7 +137,7 @@ def make_copy_plan(
         ValueError: a field that must be present is None, or a size exceeds the padded size or the capacity.
     """
     step = {field.name: source for field, source in zip(buffers.fields, sources, strict=True)}
-    live_sizes = {}
+    live_sizes = {"G": buffers.capacity["G"]}
     for symbol, name in _SIZE_FIELDS.items():
         tensor = step[name]
         if tensor is None:
@@ -184,7 +184,7 @@ def _batch(
         live.append(view.live)
         if view.live_shape == view.padded_shape:
             continue
-        tail = view.padded[view.live.shape[0] :]
+        tail = _tail(view)
         constant = view.field.padding.fill_value
         if view.field.padding is Padding.REPEAT_LAST and elementwise:
             repeat_last.append((index, tail.unfold(0, 1, 1).unbind()))
@@ -202,6 +202,14 @@ def _batch(
         repeat_last=tuple(repeat_last),
         repeat_last_rows=() if memory is None or elementwise else _repeat_last_rows(buffers.offsets[memory], num_seqs),
     )
+
+
+def _tail(view: FieldView) -> torch.Tensor:
+    """The part that padding fills. Only one dimension is padded: T or B."""
+    assert view.live_shape is not None  # variable-length fields have no tail
+    sizes = enumerate(zip(view.live_shape, view.padded_shape, strict=True))
+    axis, live, padded = next((axis, live, padded) for axis, (live, padded) in sizes if live != padded)
+    return view.padded.narrow(axis, live, padded - live)
 
 
 def _repeats_elementwise(memory: MemorySpace | None, num_elements: int) -> bool:

@@ -17,8 +17,8 @@ A C++ serving framework passes one `AttentionMetadata` per step to Python model 
 positions. This page specifies it completely. The page is generated: `python -m xllm_metadata --page` prints it.
 
 Symbols: T tokens of the step, B sequences, P pages of all sequences together, W pages of the longest sequence, R
-data-parallel ranks. A *page* is `page_size` consecutive KV slots; slot `s` is offset `s % page_size` of page
-`s / page_size`.
+data-parallel ranks, G KV cache groups with page tables of their own. A *page* is `page_size` consecutive KV slots; slot
+`s` is offset `s % page_size` of page `s / page_size`.
 
 ## Fields
 
@@ -32,8 +32,9 @@ plan from the mirrors, so that no step waits for the device.
 A step also has `tokens` and `positions`, both int32 [T] on the device (0 in a padded row), and `logits_indices`, int32
 or int64 [n] on the device: the rows whose logits the host wants.
 
-No model or backend of this repository reads an optional field yet. They are reserved, so that the C++ side can be
-built with them now:
+Models with linear attention need the fields of state slots, and the KV cache groups of a host need their page tables.
+No model or backend of this repository reads the other optional fields yet. They are reserved, so that the C++ side can
+be built with them now:
 
 {optional}
 
@@ -57,6 +58,22 @@ nothing, and its attention output is 0.
 
 A *padded row* fills a step up to a graph's size; the table gives its content. Padded rows come after the live ones.
 They are empty rows, so they need no page. Tokens after the last sequence's have slot -1.
+
+## KV cache groups
+
+A model may have layers with a sliding window. A query of such a layer sees only the last keys, so the host can free the
+pages that have left the window. Then these layers need page tables of their own:
+
+- `CausalLM.cache_specs` gives each layer a `group` and a `window`. Group 0 has the layers without a window, or none.
+  Each window size has a group from 1 on. All caches of a group have the same number of pages.
+- A host with one page table for all layers ignores both. This is the default, and costs nothing.
+- Other hosts set `kv_groups` in the executor's configuration, and pass `group_slot_mapping` and
+  `group_paged_kv_indices` in every step. Row `g - 1` belongs to group `g`. The tables of all groups have the same
+  offsets, lengths and numbers of entries: those of `paged_kv_indptr`. G counts the groups from 1 on.
+- `paged_kv_indices` is the table of group 0, also if no layer reads it.
+- A query at position `p` of a group with window `w` sees the keys from `p - w + 1` on. Before a step that computes the
+  positions from `p` on, the host may free every page that has only tokens before `p - w + 1`. The entry of a freed page
+  stays in the table, with any index of the group. The page's content does not matter: another sequence may write it.
 
 Compute offsets into a cache in 64 bits. A slot fits an int32; slot * stride may not.
 

@@ -18,15 +18,16 @@ from .schema import FieldType, Padding, Presence, device_tensor, host_tensor, sc
 
 _LINEAR = "models with linear attention"
 _LENGTHS = "backends that read lengths instead of offsets"
+_GROUPS = "sliding-window layers whose pages the host frees"
 _DP = "models with data-parallel attention"
 
 
 class AttentionMetadata(Protocol):
     """Metadata of one step, to be read only.
 
-    T tokens, B sequences, P pages, R data-parallel ranks, W pages of the longest sequence. The builder owns the memory
-    and leaves it unmodified until the caller's stream has passed the step. A view from C++ raises `RuntimeError` when
-    it is read after its step.
+    T tokens, B sequences, P pages, R data-parallel ranks, W pages of the longest sequence, G KV cache groups with page
+    tables of their own. The builder owns the memory and leaves it unmodified until the caller's stream has passed the
+    step. A view from C++ raises `RuntimeError` when it is read after its step.
     """
 
     slot_mapping: Annotated[
@@ -150,6 +151,29 @@ class AttentionMetadata(Protocol):
             type=FieldType.BOOL_TENSOR,
             presence=Presence.OPTIONAL,
             used_by=_DP,
+        ),
+    ]
+    group_slot_mapping: Annotated[
+        torch.Tensor | None,
+        device_tensor(
+            "G,T",
+            "KV slot that each token writes in KV cache groups 1 to G; -1: none",
+            Padding.MINUS_ONE,
+            presence=Presence.OPTIONAL,
+            since=(1, 2),
+            used_by=_GROUPS,
+        ),
+    ]
+    group_paged_kv_indices: Annotated[
+        torch.Tensor | None,
+        device_tensor(
+            "G,P",
+            "page indices of KV cache groups 1 to G, at the offsets of paged_kv_indptr. A page whose tokens have all "
+            "left the sliding window has any index of the group",
+            Padding.UNTOUCHED,
+            presence=Presence.OPTIONAL,
+            since=(1, 2),
+            used_by=_GROUPS,
         ),
     ]
 

@@ -63,7 +63,8 @@ class Padding(Enum):
 class Field:
     """One field of the step contract.
 
-    `shape` is symbolic: T tokens, B sequences, P pages, R data-parallel ranks, W pages of the longest sequence.
+    `shape` is symbolic: T tokens, B sequences, P pages, R data-parallel ranks, W pages of the longest sequence, G
+    KV cache groups with page tables of their own.
     `since` is the contract version, (major, minor), that introduced the field.
     """
 

@@ -37,7 +37,8 @@ class StaticAttentionMetadata:
     """Static buffers for a step's metadata; satisfies `AttentionMetadata` after `fill`.
 
     A tensor attribute is the leading part of its buffer at the padded size of the last `fill`: equal sizes give equal
-    addresses. `paged_kv_indices` is the whole buffer. A field that has no buffer, or that the last step lacks, is None.
+    addresses. `paged_kv_indices` and `group_paged_kv_indices` are whole buffers. Each row of a group's field is
+    contiguous. A field that has no buffer, or that the last step lacks, is None.
 
     Args:
         max_num_tokens: largest T.
@@ -46,6 +47,7 @@ class StaticAttentionMetadata:
         device: device of the device fields. Host fields are pinned when this is a CUDA device.
         optional: names of optional fields that get buffers. Fields sized by R cannot: no model needs them yet.
         max_pages_per_seq: largest W (`block_table`).
+        num_group_tables: G, of `group_slot_mapping` and `group_paged_kv_indices`; every step has this number.
 
     Raises:
         ValueError: a size below 1, or an optional field that cannot have a buffer.
@@ -75,6 +77,8 @@ class StaticAttentionMetadata:
     has_initial_state: torch.Tensor | None
     dp_token_counts: torch.Tensor | None
     dp_is_decode: torch.Tensor | None
+    group_slot_mapping: torch.Tensor | None
+    group_paged_kv_indices: torch.Tensor | None
 
     q_cu_seq_lens: torch.Tensor | None  # alias of qo_indptr
 
@@ -87,8 +91,15 @@ class StaticAttentionMetadata:
         device: torch.device | str,
         optional: Collection[str] = (),
         max_pages_per_seq: int = 1,
+        num_group_tables: int = 1,
     ) -> None:
-        capacity = {"T": max_num_tokens, "B": max_num_seqs, "P": max_num_pages, "W": max_pages_per_seq}
+        capacity = {
+            "T": max_num_tokens,
+            "B": max_num_seqs,
+            "P": max_num_pages,
+            "W": max_pages_per_seq,
+            "G": num_group_tables,
+        }
         self.device = torch.device(device)
         self._buffers = Buffers.allocate(capacity, optional, self.device)
         self._num_fixed = sum(not is_variable_length(field) for field in self._buffers.fields)

@@ -14,7 +14,7 @@ from .protocol import AttentionMetadata
 from .schema import MemorySpace
 
 
-def check_step(metadata: AttentionMetadata, page_size: int, device: torch.device) -> None:
+def check_step(metadata: AttentionMetadata, page_size: int, device: torch.device, num_group_tables: int = 0) -> None:
     """Checks the devices of a step's fields, and its page tables against its KV lengths.
 
     Per sequence: the number of pages and the tokens in the last one give the KV length, and no KV length exceeds
@@ -23,7 +23,9 @@ def check_step(metadata: AttentionMetadata, page_size: int, device: torch.device
     Args:
         metadata: the step's, before padding.
         page_size: tokens per page of the bound caches.
-        device: of the device fields. Optional fields other than `block_table` are not checked.
+        device: of the device fields. Optional fields other than `block_table` and those of KV cache groups are not
+            checked.
+        num_group_tables: G, the KV cache groups whose tables the step must have; 0: those fields are not read.
 
     Raises:
         ValueError: names the field, its value and the limit.
@@ -71,6 +73,8 @@ def check_step(metadata: AttentionMetadata, page_size: int, device: torch.device
         raise ValueError(f"paged_kv_indptr_host ends at {first_page}; paged_kv_indices has {indices.shape[0]} entries")
     if metadata.block_table is not None:
         _check_block_table(metadata.block_table, pages, device)
+    if num_group_tables:
+        _check_group_tables(metadata, first_page, device, num_group_tables)
 
 
 def _check_query_offsets(offsets: torch.Tensor, metadata: AttentionMetadata, device: torch.device) -> None:
@@ -111,6 +115,22 @@ def _check_block_table(table: torch.Tensor, pages: list[int], device: torch.devi
             f"block_table has shape {list(table.shape)}; paged_kv_indptr_host has {len(pages) - 1} sequences of up to "
             f"{most} pages"
         )
+
+
+def _check_group_tables(
+    metadata: AttentionMetadata, num_pages: int, device: torch.device, num_group_tables: int
+) -> None:
+    num_tokens = metadata.slot_mapping.shape[0]
+    for name, tensor, size in (
+        ("group_slot_mapping", metadata.group_slot_mapping, num_tokens),
+        ("group_paged_kv_indices", metadata.group_paged_kv_indices, num_pages),
+    ):
+        if tensor is None:
+            raise ValueError(f"{name} is None; the backend serves {num_group_tables} KV cache groups besides group 0")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on device {tensor.device}; it must be on {device}")
+        if tensor.dim() != 2 or tensor.shape[0] != num_group_tables or tensor.shape[1] < size:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [{num_group_tables}, {size}]")
 
 
 def _refuse_device(metadata: AttentionMetadata, device: torch.device) -> None:

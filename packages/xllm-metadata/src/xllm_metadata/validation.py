@@ -6,6 +6,7 @@ for production. `check_present` reads no tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from .fields import FIELDS
 from .protocol import AttentionMetadata
 from .schema import Field, FieldType, MemorySpace, Presence
+from .slot_validation import check_groups, check_slots
 
 _MIRRORS = {
     "kv_seq_lens_host": "kv_cu_seq_lens",
@@ -45,6 +47,7 @@ def validate(
     num_pages: int,
     page_size: int,
     num_slots: int | None = None,
+    group_num_pages: Sequence[int] | None = None,
     positions: torch.Tensor | None = None,
     logits_indices: torch.Tensor | None = None,
 ) -> None:
@@ -54,9 +57,10 @@ def validate(
         metadata: the step's metadata.
         num_tokens: T, the number of token ids. Tokens after the last sequence's must have slot -1.
         num_seqs: B.
-        num_pages: pages in the KV cache.
+        num_pages: pages in the KV cache, of KV cache group 0 if there are several.
         page_size: tokens per page.
         num_slots: state slots, if they are known.
+        group_num_pages: pages of KV cache groups 1 to G, if the step must have tables for them.
         positions: [T], position of each token.
         logits_indices: [n], rows whose logits are wanted.
 
@@ -84,9 +88,10 @@ def validate(
     q_lens = _query_lens(values, num_tokens, num_seqs)
     _check_pages(values, num_pages, page_size)
     _check_lengths(metadata, values, q_lens, decode)
-    _check_slots(values, q_lens, page_size, num_pages)
+    check_slots(values, q_lens, page_size, num_pages)
     _check_optional(metadata, values, q_lens)
     _check_states(values, q_lens, num_slots)
+    check_groups(metadata, values, q_lens, page_size, group_num_pages)
     if positions is not None:
         _check_positions(positions.tolist(), values, q_lens, num_tokens)
     for i, row in enumerate([] if logits_indices is None else logits_indices.tolist()):
@@ -194,33 +199,6 @@ def _check_pages(values: dict[str, list[int]], num_pages: int, page_size: int) -
                 f"paged_kv_last_page_len[{i}] is {last}; with {seq_pages} pages of {page_size} that is KV length "
                 f"{(seq_pages - 1) * page_size + last}, kv_cu_seq_lens has {kv_len}"
             )
-
-
-def _check_slots(values: dict[str, list[int]], q_lens: list[int], page_size: int, num_pages: int) -> None:
-    slots, indptr = values["slot_mapping"], values["paged_kv_indptr"]
-    for t, slot in enumerate(slots):
-        if not -1 <= slot < num_pages * page_size:
-            raise ValueError(f"slot_mapping[{t}] is {slot}; it must be -1 to {num_pages * page_size - 1}")
-    kv_lens = [high - low for low, high in pairwise(values["kv_cu_seq_lens"])]
-    writer: dict[int, int] = {}
-    t = 0
-    for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
-        pages = values["paged_kv_indices"][indptr[i] : indptr[i + 1]]
-        for position in range(kv_len - q_len, kv_len):
-            expected = -1
-            if position >= 0:  # a decode row of KV length 0 writes nothing
-                expected = pages[position // page_size] * page_size + position % page_size
-            if slots[t] != expected:
-                raise ValueError(
-                    f"slot_mapping[{t}] is {slots[t]}; by paged_kv_indices, position {position} of sequence {i} has "
-                    f"slot {expected}"
-                )
-            if expected >= 0 and writer.setdefault(expected, i) != i:
-                raise ValueError(f"slot_mapping[{t}] is {expected}; sequences {writer[expected]} and {i} both write it")
-            t += 1
-    for row in range(t, len(slots)):
-        if slots[row] != -1:
-            raise ValueError(f"slot_mapping[{row}] is {slots[row]}; a row after the last sequence must have -1")
 
 
 def _check_optional(metadata: AttentionMetadata, values: dict[str, list[int]], q_lens: list[int]) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 from .fields import FIELDS, FIELDS_BY_NAME
 from .schema import Field, Presence
 
-CONTRACT_VERSION: Final[tuple[int, int]] = (1, 1)
+CONTRACT_VERSION: Final[tuple[int, int]] = (1, 2)
 """(major, minor) of the step contract. `check_version` holds it against the table when this module is imported."""
 
 FieldDescription = tuple[str, str, bool]

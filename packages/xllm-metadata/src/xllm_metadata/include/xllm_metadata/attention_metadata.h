@@ -12,8 +12,8 @@
 
 namespace xllm_metadata {
 
-/// T tokens, B sequences, P pages, R data-parallel ranks, W pages of the longest sequence. Tensors are contiguous, and
-/// int32 unless noted. A field marked "unless decode" is std::nullopt in a decode step. The struct holds references to
+/// T tokens, B sequences, P pages, R data-parallel ranks, W pages of the longest sequence, G KV cache groups with page
+/// tables of their own. Tensors are contiguous, and int32 unless noted. A field marked "unless decode" is std::nullopt in a decode step. The struct holds references to
 /// the tensors. Their memory must stay alive and unmodified until the stream that executes the step has passed it.
 struct AttentionMetadata {
   XLLM_METADATA_REFLECT();
@@ -41,6 +41,8 @@ struct AttentionMetadata {
   XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, has_initial_state);       ///< [B] bool, device
   XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, dp_token_counts);         ///< [R], host
   XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, dp_is_decode);            ///< [R] bool, host
+  XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, group_slot_mapping);      ///< [G, T], device
+  XLLM_METADATA_PROPERTY(std::optional<at::Tensor>, group_paged_kv_indices);  ///< [G, P], device
 };
 
 }  // namespace xllm_metadata

@@ -7,6 +7,6 @@ namespace xllm_metadata {
 /// A change of major breaks hosts.
 inline constexpr int kContractVersionMajor = 1;
 /// A change of minor adds fields.
-inline constexpr int kContractVersionMinor = 1;
+inline constexpr int kContractVersionMinor = 2;
 
 }  // namespace xllm_metadata
