@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import results as result_files
 import torch
+from timing import device_us, host_us, read_bandwidth
 
 from xllm_attention import AttentionBackend, AttentionSpec, BackendLimits, create_backend
 from xllm_attention.backends.flashinfer_backend import plans
@@ -41,37 +40,6 @@ PROMPTS = {  # name -> (tokens in the step, KV length), each times the number of
     "1 prompt of 8192": ([8192], [8192]),
     "4 tokens for each of 32 at 1024": ([4] * 32, [1024] * 32),
 }
-
-
-def device_us(launch: Callable[[], object], repeats: int) -> float:
-    """Median device time of one call."""
-    launch()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        launch()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return median(times)
-
-
-def host_us(call: Callable[[], object], repeats: int = 50) -> float:
-    """Median host time of one call; the device is idle before each."""
-    times = []
-    for _ in range(repeats + 5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    return median(times[5:])
-
-
-def read_bandwidth() -> float:
-    """TB/s of summing 4 GB."""
-    data = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
-    return data.nbytes / device_us(data.sum, 20) / 1e6
 
 
 def make_caches(num_tokens: int) -> list[LayerCache]:

@@ -62,14 +62,15 @@ class StepBuilder:
         key = (requests.start, num_seqs, count, pages, first % 2)
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shapes[key] = _Shape(self._tables[requests, :pages], count, self._device)
+            shape = _Shape(self._tables[requests, :pages], requests.start, count, self._device)
+            self._shapes[key] = shape
         return shape.step(first, tokens)
 
 
 class _Shape:
     """Buffers of the steps of one shape (requests, tokens, pages). One copy transfers a step to the device."""
 
-    def __init__(self, tables: np.ndarray, count: int, device: torch.device) -> None:
+    def __init__(self, tables: np.ndarray, first_request: int, count: int, device: torch.device) -> None:
         num_seqs, pages = tables.shape
         self._count = count
         self._rows = np.arange(num_seqs + 1, dtype=np.int32)
@@ -80,6 +81,7 @@ class _Shape:
             "paged_kv_indices": tables.reshape(-1),
             "qo_indptr": self._rows * count,
             "last_rows": self._rows[1:] * count - 1,
+            "linear_state_indices": self._rows[:-1] + first_request,  # a state slot per request
         }
         changing = {
             "tokens": num_seqs * count,
@@ -97,6 +99,7 @@ class _Shape:
         for name, values in constant.items():
             numbers[name][:] = values
         self._on_device.copy_(self._host, non_blocking=True)
+        self._has_initial_state = torch.arange(2, device=device).bool()[:, None].expand(2, num_seqs).contiguous()
         sent = sum(changing.values())
         self._source, self._target = self._host[:sent], self._on_device[:sent]
         self._tokens = numbers["tokens"].reshape(num_seqs, count)
@@ -132,6 +135,7 @@ class _Shape:
         np.multiply(self._rows, end, out=self._kv_cu_seq_lens)
         self._target.copy_(self._source, non_blocking=True)
         self._metadata.max_seq_len = end
+        self._metadata.has_initial_state = self._has_initial_state[int(first > 0)]
         if self._count > 1:
             self._metadata.is_prefill = first == 0
             self._metadata.is_chunked_prefill = first > 0
@@ -152,6 +156,7 @@ class _Shape:
             "paged_kv_last_page_len_host": host["paged_kv_last_page_len"],
             "qo_indptr_host": None if decode else host["qo_indptr"],
             "max_query_len": self._count,
+            "linear_state_indices": device["linear_state_indices"],
             "is_prefill": False,
             "is_chunked_prefill": False,
         }

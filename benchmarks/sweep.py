@@ -65,8 +65,9 @@ class Bench:
         self.builder = StepBuilder(max_num_seqs=max(self.batches), max_len=self.max_len, device=self.device)
         self._sample = Greedy(max(self.batches), self.device)
         self.caches = allocate_caches(
-            self.model.cache_specs, num_pages=self.builder.num_pages, page_size=PAGE_SIZE, device=self.device
-        )
+            self.model.cache_specs, num_pages=self.builder.num_pages, page_size=PAGE_SIZE, device=self.device,
+            num_slots=max(self.batches),
+        )  # fmt: skip
         vocabulary = SHAPES[arguments.shape]["vocab_size"]
         shape = (max(self.batches), arguments.input_len)
         self.prompts = np.random.default_rng(1).integers(0, vocabulary, shape, dtype=np.int32)

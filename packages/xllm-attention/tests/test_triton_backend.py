@@ -35,6 +35,8 @@ empty-decode-rows-page1 padded-mixed padded-prefill extra-rows graph-decode bad-
 bad-prefill-window bad-chunk bad-chunk-v-window bad-chunk-cap
 decode-sinks decode-sinks-windows-group5 decode-sinks-fp16-dim80 prefill-sinks-cap-window5 mixed-sinks
 mixed-sinks-windows-group5 empty-decode-rows-sinks graph-decode-sinks-windows bad-chunk-sinks
+bad-prefill-latent bad-prefill-v-latent bad-chunk-v-latent decode-latent mixed-latent decode-latent576-group16
+mixed-latent576-fp16 prefill-latent-all mixed-latent-heads_first graph-decode-latent long-decode-latent
 """
 BY_NAME = {case.name: case for case in CASES}
 SMALLER = (
@@ -49,6 +51,30 @@ SMALLER = (
         sinks=True,
     ),
     Case(name="long-chunk-sinks", prefix_lens=(100, 3), steps=(((0, 40), (1, 1)),), windows=(0, 50), sinks=True),
+    # 128 query heads over one latent key: two blocks of 64.
+    Case(
+        name="blocks-latent",
+        prefix_lens=(70, 3),
+        steps=(((0, 1), (1, 1)), ((0, 3), (1, 4)), ((1, 1),)),
+        latent=True,
+        num_heads=128,
+        num_kv_heads=1,
+        head_dim=96,
+        v_head_dim=64,
+        soft_cap=2.0,
+        sinks=True,
+    ),
+    Case(
+        name="kv-heads-latent",
+        prefix_lens=(70, 0, 3),
+        steps=(((0, 3), (1, 4), (2, 1)), ((0, 1), (2, 1))),
+        latent=True,
+        num_heads=160,
+        num_kv_heads=2,
+        head_dim=24,
+        v_head_dim=16,
+        windows=(0, 9),
+    ),
     Case(name="few-tokens-sinks", prefix_lens=(200, 90, 3), steps=(((0, 4), (1, 4), (2, 3)),), sinks=True),
     Case(name="few-tokens", prefix_lens=(200, 90, 3), steps=(((0, 4), (1, 4), (2, 3)),), windows=(0, 33)),
     Case(name="short-prompts", prefix_lens=(0, 0), steps=(((0, 3), (1, 5)), ((0, 1), (1, 1)))),
@@ -104,8 +130,8 @@ def test_what_it_refuses(dtype: torch.dtype, head_dim: int, message: str) -> Non
     ("change", "message"),
     [
         (
-            {"latent": True, "v_head_dim": 512},
-            "'triton' cannot serve layer 0: latent keys; served are layers with keys",
+            {"latent": True, "v_head_dim": 576},
+            r"'triton' cannot serve layer 0: latent head_dim and v_head_dim \(576, 576\); served are",
         ),
         ({"v_head_dim": 128}, "'triton' cannot serve layer 0: v_head_dim 128; served is that of the keys, 576"),
     ],
@@ -201,7 +227,8 @@ from triton.compiler import ASTSource
 from xllm_attention import AttentionSpec
 from xllm_attention.backends.triton_backend.append import append_kernel
 from xllm_attention.backends.triton_backend.attend import attend_kernel
-from xllm_attention.backends.triton_backend.tiles import decode_tiles, prefill_tiles
+from xllm_attention.backends.triton_backend.combine import combine_kernel
+from xllm_attention.backends.triton_backend.tiles import Heads, decode_tiles, prefill_tiles
 from xllm_attention.backends.triton_backend.worklist import ITEM_WIDTH, worklist_kernel
 
 def build(kernel, types, constants, options):
@@ -217,49 +244,64 @@ def build(kernel, types, constants, options):
     # The item is read before the wait, and no more.
     assert not wait or before.count("ld.global") <= ITEM_WIDTH.value, before.count("ld.global")
 
-kind, dtype, head_dim, group, window, cap, paged, sinks = eval(sys.argv[1])
+kind, dtype, head_dim, group, window, cap, paged, sinks, v_dim = eval(sys.argv[1])
 spec = AttentionSpec(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window,
-                     logits_soft_cap=cap, sinks=sinks)
+                     logits_soft_cap=cap, sinks=sinks, v_head_dim=v_dim, latent=v_dim > 0)
+heads = Heads.of(spec)
 torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
 decode = kind == "decode"
 tiles = (decode_tiles if decode else prefill_tiles)(spec, torch_dtype)
 cache = (32 * head_dim, 2 * head_dim, head_dim, 1)
 caches = {"K_CACHE_STRIDES": cache, "V_CACHE_STRIDES": cache}
 rows = ((2 * group + 4) * head_dim, head_dim, 1)
-d_pad = triton.next_power_of_2(head_dim)
+d_pad = triton.next_power_of_2(heads.dim)
 data = {name: "*" + dtype for name in ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr")}
 build(append_kernel, {**data, "slots_ptr": "*i32"},
       {"K_STRIDES": rows, "V_STRIDES": rows, **caches, "PAGE_SIZE": 16, "K": 2, "D": head_dim, "K_PAD": 2,
-       "D_PAD": d_pad}, {})
+       "D_PAD": triton.next_power_of_2(head_dim), "V_DIM": v_dim}, {})
 pointers = ("kv_indptr_ptr", "qo_indptr_ptr", "table_indptr_ptr", "slots_ptr", "pages_ptr", "kept_ptr", "items_ptr")
 build(worklist_kernel, {name: "*i32" for name in pointers},
-      {"G": group, "WINDOW": window, "DECODE": decode, "BLOCK_M": tiles.block_m, "UNIT": tiles.block_n,
+      {"G": heads.block_heads, "WINDOW": window, "DECODE": decode, "BLOCK_M": tiles.block_m, "UNIT": tiles.block_n,
        "LEAST_UNITS": tiles.least_units, "ENOUGH_UNITS": tiles.enough_units, "BLOCK_B": 128, "BLOCK_I": 32}, {})
 data = {name: "*" + dtype for name in ("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr", "k_cache_ptr", "v_cache_ptr",
                                         "sinks_ptr")}
 data |= {"items_ptr": "*i32", "pages_ptr": "*i32", "arrived_ptr": "*i32", "partial_ptr": "*fp32", "state_ptr": "*fp32"}
 build(attend_kernel, data,
       {"Q_STRIDES": rows, "K_NEW_STRIDES": rows, "V_NEW_STRIDES": rows,
-       "OUT_STRIDES": (2 * group * head_dim, head_dim, 1), **caches, "scale": 0.1, "soft_cap": cap, "G": group, "K": 2,
-       "D": head_dim, "D_PAD": d_pad, "PAGE_SIZE": 16, "WINDOW": window, "CAP": cap > 0, "SINKS": sinks,
+       "OUT_STRIDES": (2 * group * head_dim, head_dim, 1), **caches, "scale": 0.1, "soft_cap": cap,
+       "G": heads.block_heads, "K": heads.num_blocks, "D": heads.dim, "D_PAD": d_pad, "PAGE_SIZE": 16,
+       "WINDOW": window, "CAP": cap > 0, "SINKS": sinks, "REST": heads.rest_dim, "REST_PAD": max(16, heads.rest_dim),
+       "BLOCKS": heads.sharers,
        "DECODE": decode, "PAGED": paged, "IEEE": dtype == "fp32", "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
        "R": tiles.kept_rows, "BLOCK_C": tiles.block_c, "PDL": decode},
       {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers,
        "launch_pdl": decode})
+if spec.latent:
+    data = {"out_ptr": "*" + dtype, "items_ptr": "*i32", "firsts_ptr": "*i32", "partial_ptr": "*fp32",
+            "state_ptr": "*fp32"}
+    build(combine_kernel, data,
+          {"OUT_STRIDES": (2 * group * v_dim, v_dim, 1), "G": heads.block_heads, "K": heads.num_blocks, "D": heads.dim,
+           "D_PAD": d_pad, "DECODE": decode, "BLOCK_M": tiles.block_m, "R": tiles.kept_rows, "ROWS": 2,
+           "BLOCK_C": tiles.block_c, "PDL": decode}, {"num_warps": 4, "launch_pdl": decode})
 """
 
 
 @pytest.mark.parametrize(
     "variant",
     [
-        ("decode", "bf16", 128, 2, 0, 0.0, True, False),
-        ("decode", "fp16", 80, 12, 7, 1.5, True, False),
-        ("decode", "fp32", 32, 3, 0, 0.0, True, False),
-        ("decode", "bf16", 64, 8, 128, 0.0, True, True),
-        ("many", "bf16", 256, 4, 0, 0.0, True, False),
-        ("many", "bf16", 128, 2, 0, 0.0, False, False),
-        ("many", "fp16", 96, 3, 7, 1.5, True, False),
-        ("many", "bf16", 64, 8, 128, 0.0, True, True),
+        ("decode", "bf16", 128, 2, 0, 0.0, True, False, 0),
+        ("decode", "fp16", 80, 12, 7, 1.5, True, False, 0),
+        ("decode", "fp32", 32, 3, 0, 0.0, True, False, 0),
+        ("decode", "bf16", 64, 8, 128, 0.0, True, True, 0),
+        ("decode", "bf16", 576, 128, 0, 0.0, True, False, 512),
+        ("decode", "bf16", 576, 16, 0, 0.0, True, False, 512),
+        ("decode", "fp32", 576, 16, 0, 0.0, True, False, 512),
+        ("many", "bf16", 256, 4, 0, 0.0, True, False, 0),
+        ("many", "bf16", 128, 2, 0, 0.0, False, False, 0),
+        ("many", "fp16", 96, 3, 7, 1.5, True, False, 0),
+        ("many", "bf16", 64, 8, 128, 0.0, True, True, 0),
+        ("many", "bf16", 576, 128, 0, 0.0, True, False, 512),
+        ("many", "fp32", 576, 16, 0, 0.0, False, False, 512),
     ],
     ids=lambda variant: "-".join(map(str, variant)),
 )

@@ -52,6 +52,7 @@ class BackendCapabilities:
     device_types: frozenset[str] | None = None
     v_head_dims: bool = False  # value heads of another size than key heads
     latent: bool = False  # layers whose values are part of their keys
+    latent_dims: frozenset[tuple[int, int]] | None = None  # (head_dim, v_head_dim) of these layers
     sinks: bool = False  # serves layers with attention sinks
 
     def refusal(self, spec: AttentionSpec, limits: BackendLimits) -> str | None:
@@ -60,11 +61,14 @@ class BackendCapabilities:
             return "attention sinks; served are layers without them"
         if spec.latent and not self.latent:
             return "latent keys; served are layers with keys and values"
+        dims = (spec.head_dim, spec.value_head_dim)
+        if spec.latent and self.latent_dims is not None and dims not in self.latent_dims:
+            return f"latent head_dim and v_head_dim {dims}; served are {sorted(self.latent_dims)}"
         if spec.v_head_dim and not spec.latent and not self.v_head_dims:
             return f"v_head_dim {spec.v_head_dim}; served is that of the keys, {spec.head_dim}"
         for thing, value, served in (
             ("dtype", limits.dtype, self.dtypes),
-            ("head_dim", spec.head_dim, self.head_dims),
+            ("head_dim", spec.head_dim, None if spec.latent else self.head_dims),
             ("group size", spec.group_size, self.group_sizes),
             ("device", limits.device.type, self.device_types),
         ):

@@ -1,8 +1,9 @@
 """`GatedDeltaNetSpec`: causal convolution and gated delta rule (arXiv:2412.06464), as Qwen3-Next has them.
 
-Owns the formula in PyTorch ops. On a CUDA device, decode steps run in Triton kernels (`gated_delta_kernels`). T rows of
-the step, B sequences, C channels, W taps of the convolution, Hk key heads, Hv value heads, Dk and Dv elements of a key
-and a value head.
+Owns the formula in PyTorch ops. On a CUDA device, decode steps run in Triton kernels (`gated_delta_kernels`). Other
+steps run in those of flash-linear-attention where fla-core is installed (`gated_delta_prefill`). T rows of the step, B
+sequences, C channels, W taps of the convolution, Hk key heads, Hv value heads, Dk and Dv elements of a key and a value
+head.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .state import StateSpec, StateStep, read_states, write_states
 
 if TYPE_CHECKING:
     from .gated_delta_kernels import GatedDeltaDecode
+    from .gated_delta_prefill import GatedDeltaPrefill
 
 CHUNK = 64  # rows that one triangular system covers
 _EPS = 1e-6  # of the norms of queries and keys
@@ -84,7 +86,6 @@ class GatedDeltaNetSpec(StateSpec):
 
     def run(self, step: StateStep, cache: LayerCache, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """See `StateSpec.run`; the inputs are those of the class."""
-        qkv, b, a, conv_weight, a_log, dt_bias = inputs
         assert cache.conv is not None  # checked at binding
         assert cache.ssm is not None
         num_seqs = step.read_slots.shape[0]
@@ -93,19 +94,31 @@ class GatedDeltaNetSpec(StateSpec):
             out[num_rows:].zero_()
         if num_seqs == 0:
             return
-        if step.decode and qkv.is_cuda and cache.ssm.dtype is torch.float32 and (kernels := _decode_kernels()):
-            of_rows = (qkv[:num_rows], b[:num_rows], a[:num_rows])
-            kernels(step, cache.conv, cache.ssm, (*of_rows, conv_weight, a_log, dt_bias), out[:num_rows])
-            return
+        live = tuple(tensor[:num_rows] for tensor in inputs[:3])
+        live_inputs, live_out = (*live, *inputs[3:]), out[:num_rows]
+        if out.is_cuda and step.decode and cache.ssm.dtype is torch.float32 and (decode := _decode_kernels()):
+            decode(step, cache.conv, cache.ssm, live_inputs, live_out)
+        elif out.is_cuda and not step.decode and num_rows and out.dtype.itemsize == 2 and (prefill := _fla_prefill()):
+            prefill(step, cache, live_inputs, live_out, self.head_k_dim)
+        else:
+            self.run_formula(step, cache, live_inputs, live_out)
+
+    def run_formula(
+        self, step: StateStep, cache: LayerCache, inputs: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
+        """`run` in PyTorch ops, for at least one sequence and inputs and out without padding rows."""
+        qkv, b, a, conv_weight, a_log, dt_bias = inputs
+        assert cache.conv is not None
+        assert cache.ssm is not None
         high = cache.ssm.dtype
-        beta = b[:num_rows].sigmoid().to(high)  # rounded to the model's dtype, as in HF
-        log_decay = -a_log.to(high).exp() * functional.softplus(a[:num_rows].to(high) + dt_bias.to(high))
+        beta = b.sigmoid().to(high)  # rounded to the model's dtype, as in HF
+        log_decay = -a_log.to(high).exp() * functional.softplus(a.to(high) + dt_bias.to(high))
         conv_state, state = read_states(cache.conv, step), read_states(cache.ssm, step)
         if step.decode:
-            window = torch.cat((conv_state, qkv[:num_rows, :, None]), dim=2)  # [B, C, W]
+            window = torch.cat((conv_state, qkv[:, :, None]), dim=2)  # [B, C, W]
             mixed = (window.to(high) * conv_weight.to(high)).sum(dim=2)
             result, state = self._recurrent(self._heads(mixed, out.dtype), beta, log_decay, state)
-            out[:num_rows] = result.to(out.dtype)
+            out.copy_(result)
             conv_state = window[:, :, 1:]
         else:
             conv_states, states = list(conv_state), list(state)
@@ -195,6 +208,19 @@ def _decode_kernels() -> GatedDeltaDecode | None:
     except ImportError:
         return None
     return GatedDeltaDecode()
+
+
+@cache_results
+def _fla_prefill() -> GatedDeltaPrefill | None:
+    """Steps with several rows per sequence in fla's kernels; None where fla-core is not installed."""
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    from .gated_delta_prefill import GatedDeltaPrefill
+
+    return GatedDeltaPrefill(causal_conv1d, chunk_gated_delta_rule)
 
 
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:

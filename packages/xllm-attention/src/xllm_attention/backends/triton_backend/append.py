@@ -21,11 +21,14 @@ class Append:
         self._launch = KeyedLauncher(append_kernel)
 
     def __call__(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor,
+        v_dim: int = 0,
+    ) -> None:  # fmt: skip
         """Writes k, v [>= T, K, D] at slots [T] int32 of the caches [num_pages, page_size, K, D].
 
-        Slots below 0 are skipped. An element of v that is not finite becomes 0, and that of k NaN, also in k and v.
+        Slots below 0 are skipped. An element of v that is not finite becomes 0, and that of k NaN, also in k and v. In
+        a latent layer, whose v_dim is not 0, only k is read and written. Its first v_dim elements are the value. If one
+        of them is not finite, it becomes 0, and the elements after the value become NaN.
         """
         num_tokens = slots.shape[0]
         if num_tokens == 0:
@@ -44,8 +47,17 @@ class Append:
             "D": head_dim,
             "K_PAD": triton.next_power_of_2(num_kv_heads),
             "D_PAD": triton.next_power_of_2(head_dim),
+            "V_DIM": v_dim,
         }
-        key = (*strides.values(), page_size, num_kv_heads, head_dim, k.dtype, *alignment(k, v, k_cache, v_cache, slots))
+        key = (
+            *strides.values(),
+            page_size,
+            num_kv_heads,
+            head_dim,
+            v_dim,
+            k.dtype,
+            *alignment(k, v, k_cache, v_cache, slots),
+        )
         self._launch(key, (num_tokens, 1, 1), (k, v, k_cache, v_cache, slots), constants, {"num_warps": 4})
 
 
@@ -54,6 +66,7 @@ def append_kernel(
     k_ptr: tl.tensor, v_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, slots_ptr: tl.tensor,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_CACHE_STRIDES: tl.constexpr, V_CACHE_STRIDES: tl.constexpr,
     PAGE_SIZE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr, D_PAD: tl.constexpr,
+    V_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes one token per program. Strides in elements: (token, head, dim), of caches (page, slot, head, dim)."""
     k_stride_token, k_stride_head, k_stride_dim = K_STRIDES[0], K_STRIDES[1], K_STRIDES[2]
@@ -73,15 +86,23 @@ def append_kernel(
     mask = (head < K) & (element < D)
     k_source = k_ptr + token * k_stride_token + head * k_stride_head + element * k_stride_dim
     k = tl.load(k_source, mask=mask, other=0.0)
-    v_source = v_ptr + token * v_stride_token + head * v_stride_head + element * v_stride_dim
-    v = tl.load(v_source, mask=mask, other=0.0)
-    k, v, bad = without_bad_values(k, v)
-    # Prompts are attended over k and v, not over the cache.
-    tl.store(k_source, k, mask=mask & bad)
-    tl.store(v_source, v, mask=mask & bad)
     k_target = k_cache_ptr + page * k_cache_stride_page + page_slot * k_cache_stride_slot
     k_target = k_target + head * k_cache_stride_head + element * k_cache_stride_dim
-    v_target = v_cache_ptr + page * v_cache_stride_page + page_slot * v_cache_stride_slot
-    v_target = v_target + head * v_cache_stride_head + element * v_cache_stride_dim
+    # Prompts are attended over k and v, not over the cache, so bad elements are replaced there too.
+    if V_DIM > 0:
+        in_value = element < V_DIM
+        bad = in_value & ((tl.abs(k.to(tl.float32)) < float("inf")) == 0)
+        any_bad = tl.max(bad.to(tl.int32), 1)[:, None] > 0
+        k = tl.where(bad, 0.0, tl.where(any_bad & (element >= V_DIM), float("nan"), k))
+        tl.store(k_source, k, mask=mask & any_bad)
+    else:
+        v_source = v_ptr + token * v_stride_token + head * v_stride_head + element * v_stride_dim
+        v = tl.load(v_source, mask=mask, other=0.0)
+        k, v, bad = without_bad_values(k, v)
+        tl.store(k_source, k, mask=mask & bad)
+        tl.store(v_source, v, mask=mask & bad)
     tl.store(k_target, k, mask=mask)
-    tl.store(v_target, v, mask=mask)
+    if V_DIM == 0:
+        v_target = v_cache_ptr + page * v_cache_stride_page + page_slot * v_cache_stride_slot
+        v_target = v_target + head * v_cache_stride_head + element * v_cache_stride_dim
+        tl.store(v_target, v, mask=mask)

@@ -2,7 +2,10 @@
 
 Legend as in `tile`; also K KV heads, G query heads per KV head. A query row is one token and one head of the group. In
 decode the kernel also appends the new token to the cache. Programs that share a tile leave partial results in the
-workspace, and the last one to finish combines them.
+workspace, and the last one to finish combines them, or `combine_kernel` for latent layers.
+
+A latent layer has REST > 0. Its keys are [D value elements, REST others], and no value is read. K are blocks of G of
+its query heads then, and BLOCKS such blocks share the keys of one KV head.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tile import LOG2_E, add_tile, scores_of, without_bad_values
+from .combine import combine
+from .tile import LOG2_E, add_tile, append_latent, scores_of, without_bad_values
 from .worklist import (
     BEGIN,
     CHUNKS,
@@ -38,15 +42,17 @@ def attend_kernel(
     v_cache_ptr: tl.tensor, items_ptr: tl.tensor, pages_ptr: tl.tensor,
     partial_ptr: tl.tensor,  # [items, K, R, D_PAD] fp32: unnormalized output of one chunk
     state_ptr: tl.tensor,  # [items, K, 2, R] fp32: its softmax state, row_max and row_sum
-    arrived_ptr: tl.tensor,  # [items, K] int32: finished chunks of a tile; 0 between launches
+    # [items, K] int32: finished chunks of a tile; 0 between launches. In a latent layer [num_seqs]: the first item of
+    # each sequence, which the kernel writes in decode.
+    arrived_ptr: tl.tensor,
     sinks_ptr: tl.tensor,  # [H]; read with SINKS only
     Q_STRIDES: tl.constexpr, K_NEW_STRIDES: tl.constexpr, V_NEW_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
     K_CACHE_STRIDES: tl.constexpr, V_CACHE_STRIDES: tl.constexpr,
     scale: tl.constexpr, soft_cap: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr,
-    PAGED: tl.constexpr, IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, REST: tl.constexpr,
+    REST_PAD: tl.constexpr, BLOCKS: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr, IEEE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attends the items of one program.
 
@@ -68,7 +74,7 @@ def attend_kernel(
                 q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
                 state_ptr, arrived_ptr, sinks_ptr, item, kv_head, Q_STRIDES, K_NEW_STRIDES, V_NEW_STRIDES, OUT_STRIDES,
                 K_CACHE_STRIDES, V_CACHE_STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW, CAP,
-                SINKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
+                SINKS, REST, REST_PAD, BLOCKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
             )  # fmt: skip
     else:
         # The last tiles of a prompt have the most keys, so they start first.
@@ -78,7 +84,7 @@ def attend_kernel(
                 q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
                 state_ptr, arrived_ptr, sinks_ptr, item, kv_head, Q_STRIDES, K_NEW_STRIDES, V_NEW_STRIDES, OUT_STRIDES,
                 K_CACHE_STRIDES, V_CACHE_STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW, CAP,
-                SINKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
+                SINKS, REST, REST_PAD, BLOCKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
             )  # fmt: skip
     if PDL:
         # Programs without items wait too: the end of this launch must imply the end of all launches before it.
@@ -93,7 +99,8 @@ def attend_item(
     Q_STRIDES: tl.constexpr, K_NEW_STRIDES: tl.constexpr, V_NEW_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
     K_CACHE_STRIDES: tl.constexpr, V_CACHE_STRIDES: tl.constexpr, scale: tl.constexpr, soft_cap: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DECODE: tl.constexpr, PAGED: tl.constexpr, IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -127,22 +134,25 @@ def attend_item(
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     element = tl.arange(0, D_PAD)
+    q_rows = q_ptr + ((first_token + rows // G) * q_stride_token + (kv_head * G + rows % G) * q_stride_head)[:, None]
     q = tl.load(
-        q_ptr
-        + ((first_token + rows // G) * q_stride_token + (kv_head * G + rows % G) * q_stride_head)[:, None]
-        + element[None, :] * q_stride_dim,
-        mask=(rows < num_rows)[:, None] & (element < D)[None, :],
-        other=0.0,
+        q_rows + element[None, :] * q_stride_dim, mask=(rows < num_rows)[:, None] & (element < D)[None, :], other=0.0
     )
+    q_rest = q
+    rest = tl.arange(0, REST_PAD)
+    if REST > 0:
+        rest_mask = (rows < num_rows)[:, None] & (rest < REST)[None, :]
+        q_rest = tl.load(q_rows + (D + rest)[None, :] * q_stride_dim, mask=rest_mask, other=0.0)
     if DECODE:
         # Issues the loads of the queries here. Without the barrier the compiler moves them after the load of the first
         # page index, and the first keys wait for both loads, one after the other.
         tl.debug_barrier()
     q_positions = prefix + rows // G
-    k_row = k_new_ptr + first_token * k_new_stride_token + kv_head * k_new_stride_head
-    v_row = v_new_ptr + first_token * v_new_stride_token + kv_head * v_new_stride_head
-    k_base = k_cache_ptr + kv_head * k_cache_stride_head if PAGED else k_row
-    v_base = v_cache_ptr + kv_head * v_cache_stride_head if PAGED else v_row
+    key_head = kv_head // BLOCKS
+    k_row = k_new_ptr + first_token * k_new_stride_token + key_head * k_new_stride_head
+    v_row = v_new_ptr + first_token * v_new_stride_token + key_head * v_new_stride_head
+    k_base = k_cache_ptr + key_head * k_cache_stride_head if PAGED else k_row
+    v_base = v_cache_ptr + key_head * v_cache_stride_head if PAGED else v_row
     k_stride_token = k_cache_stride_slot if PAGED else k_new_stride_token
     v_stride_token = v_cache_stride_slot if PAGED else v_new_stride_token
     k_stride_dim = k_cache_stride_dim if PAGED else k_new_stride_dim
@@ -158,7 +168,17 @@ def attend_item(
         row_max = tl.where(item == first, sinks, row_max)
         row_sum = tl.where(item == first, 1.0, row_sum)
     unmasked_end = end
-    if DECODE:
+    if DECODE and REST > 0:
+        if item == first:
+            tl.store(arrived_ptr + first_token, item)
+        # All blocks of heads write the same bytes. The barrier makes them visible to the loads of this program.
+        if (end == kv_len) & (slot >= 0):
+            append_latent(
+                k_row, k_base + slot // PAGE_SIZE * k_cache_stride_page + slot % PAGE_SIZE * k_cache_stride_slot,
+                k_new_stride_dim, k_cache_stride_dim, D, D_PAD, REST, REST_PAD,
+            )  # fmt: skip
+            tl.debug_barrier()
+    elif DECODE:
         # The program whose chunk ends with the new token appends it, and adds it after all other keys, without reading
         # it back. A slot below 0 means that the cache already holds it. The loads here overlap with the loop below.
         appends = (end == kv_len) & (slot >= 0)
@@ -178,25 +198,25 @@ def attend_item(
             unmasked_end = begin + tl.maximum(tl.minimum(end, first_position + 1) - begin, 0) // BLOCK_N * BLOCK_N
     for start in range(begin, unmasked_end, BLOCK_N):
         acc, row_max, row_sum = add_tile(
-            acc, row_max, row_sum, q, start + positions, end, q_positions, k_base, v_base, pages,
+            acc, row_max, row_sum, q, q_rest, start + positions, end, q_positions, k_base, v_base, pages,
             k_cache_stride_page, k_stride_token, k_stride_dim, v_cache_stride_page, v_stride_token, v_stride_dim,
-            scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, 0, CAP, False, IEEE,
+            scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, 0, CAP, False, IEEE, REST, REST_PAD,
         )  # fmt: skip
     if not DECODE:
         for start in range(unmasked_end, end, BLOCK_N):
             acc, row_max, row_sum = add_tile(
-                acc, row_max, row_sum, q, start + positions, end, q_positions, k_base, v_base, pages,
+                acc, row_max, row_sum, q, q_rest, start + positions, end, q_positions, k_base, v_base, pages,
                 k_cache_stride_page, k_stride_token, k_stride_dim, v_cache_stride_page, v_stride_token, v_stride_dim,
-                scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, WINDOW, CAP, True, IEEE,
+                scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, WINDOW, CAP, True, IEEE, REST, REST_PAD,
             )  # fmt: skip
-    elif appends:
-        k_new, v_new, _ = without_bad_values(k_new, v_new)
+    elif REST == 0 and appends:
         page = slot // PAGE_SIZE
         page_slot = slot % PAGE_SIZE
-        k_target = k_base + page * k_cache_stride_page + page_slot * k_cache_stride_slot + element * k_cache_stride_dim
-        tl.store(k_target, k_new, mask=appended)
-        v_target = v_base + page * v_cache_stride_page + page_slot * v_cache_stride_slot + element * v_cache_stride_dim
-        tl.store(v_target, v_new, mask=appended)
+        k_target = k_base + page * k_cache_stride_page + page_slot * k_cache_stride_slot
+        k_new, v_new, _ = without_bad_values(k_new, v_new)
+        tl.store(k_target + element * k_cache_stride_dim, k_new, mask=appended)
+        v_target = v_base + page * v_cache_stride_page + page_slot * v_cache_stride_slot
+        tl.store(v_target + element * v_cache_stride_dim, v_new, mask=appended)
         score = scores_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, soft_cap, CAP)
         new_max = tl.maximum(row_max, score)
         rescale = tl.exp2(row_max - new_max)
@@ -220,64 +240,13 @@ def attend_item(
         tl.store(partial_rows + element[None, :], acc, mask=(row_number < R)[:, None])
         tl.store(state_ptr + partial * 2 * R + row_number, row_max, mask=row_number < R)
         tl.store(state_ptr + (partial * 2 + 1) * R + row_number, row_sum, mask=row_number < R)
-        # Orders all threads' stores before the arrival, and the reads of the last program after it.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrived_ptr + first * K + kv_head, 1, sem="acq_rel", scope="gpu")
-        if arrived == chunks - 1:
-            combine(
-                out_ptr, partial_ptr, state_ptr, first, chunks, kv_head, first_token, tile, num_rows,
-                out_stride_token, out_stride_head, out_stride_dim, G, K, D, D_PAD, BLOCK_M, R, BLOCK_C,
-            )  # fmt: skip
-            tl.store(arrived_ptr + first * K + kv_head, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def combine(
-    out_ptr: tl.tensor, partial_ptr: tl.tensor, state_ptr: tl.tensor, first: tl.tensor, chunks: tl.tensor,
-    kv_head: tl.tensor, first_token: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, out_stride_token: tl.tensor,
-    out_stride_head: tl.tensor, out_stride_dim: tl.tensor,
-    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> None:  # fmt: skip
-    """Merges the partial results of a tile's chunks, always in the same order, and writes the output.
-
-    The block is one axis of R * D_PAD columns, so that each thread loads the softmax states that it needs by itself.
-    Loads bypass the L1 cache (`.cg`): other SMs have written the partial results.
-    """
-    column = tl.arange(0, R * D_PAD)
-    row_number = column // D_PAD
-    element = column % D_PAD
-    row_max = tl.full([R * D_PAD], float("-inf"), tl.float32)
-    row_sum = tl.zeros([R * D_PAD], tl.float32)
-    acc = tl.zeros([R * D_PAD], tl.float32)
-    for start in range(0, chunks, BLOCK_C):
-        new_max = row_max
-        for number in tl.static_range(BLOCK_C):
-            partial = (first + start + number).to(tl.int64) * K + kv_head
-            exists = row_number < tl.where(start + number < chunks, R, 0)
-            state = state_ptr + partial * 2 * R + row_number
-            new_max = tl.maximum(new_max, tl.load(state, mask=exists, other=float("-inf"), cache_modifier=".cg"))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2(row_max - base)
-        acc *= rescale
-        row_sum *= rescale
-        row_max = new_max
-        for number in tl.static_range(BLOCK_C):
-            partial = (first + start + number).to(tl.int64) * K + kv_head
-            exists = row_number < tl.where(start + number < chunks, R, 0)
-            state = state_ptr + partial * 2 * R + row_number
-            weight = tl.exp2(tl.load(state, mask=exists, other=float("-inf"), cache_modifier=".cg") - base)
-            row_sum += weight * tl.load(state + R, mask=exists, other=0.0, cache_modifier=".cg")
-            acc += weight * tl.load(
-                partial_ptr + partial * (R * D_PAD) + column, mask=exists, other=0.0, cache_modifier=".cg"
-            )
-    result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)
-    row = tile * BLOCK_M + row_number
-    tl.store(
-        out_ptr
-        + (first_token + row // G) * out_stride_token
-        + (kv_head * G + row % G) * out_stride_head
-        + element * out_stride_dim,
-        result.to(out_ptr.dtype.element_ty),
-        mask=(row < num_rows) & (element < D),
-    )
+        if REST == 0:
+            # Orders all threads' stores before the arrival, and the reads of the last program after it.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrived_ptr + first * K + kv_head, 1, sem="acq_rel", scope="gpu")
+            if arrived == chunks - 1:
+                combine(
+                    out_ptr, partial_ptr, state_ptr, first, chunks, kv_head, first_token, tile, num_rows, 0,
+                    out_stride_token, out_stride_head, out_stride_dim, G, K, D, D_PAD, BLOCK_M, R, R, BLOCK_C,
+                )  # fmt: skip
+                tl.store(arrived_ptr + first * K + kv_head, 0)

@@ -14,6 +14,7 @@ from ...spec import AttentionSpec
 from ...triton_launch import KeyedLauncher, alignment
 from .append import Append, append_kernel
 from .attend import attend_kernel
+from .combine import combine_kernel
 from .workspace import WorkList, Workspace
 
 # True when the environment variable TRITON_INTERPRET was set as the kernels were defined.
@@ -38,6 +39,8 @@ class TritonBackend(AttentionBackend):
         head_dims=frozenset({16, 32, 64, 80, 96, 112, 128, 192, 256}),
         device_types=frozenset({"cuda", "cpu"}),
         sinks=True,
+        latent=True,
+        latent_dims=frozenset({(576, 512), (288, 256), (96, 64), (64, 40), (24, 16)}),
     )
 
     def __init__(self, specs: Sequence[AttentionSpec], limits: BackendLimits) -> None:
@@ -54,7 +57,11 @@ class TritonBackend(AttentionBackend):
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         limits = self.limits
         self._caches = tuple(caches)
-        self._append, self._attend = Append(), KeyedLauncher(attend_kernel)
+        self._append, self._attend, self._combine = (
+            Append(),
+            KeyedLauncher(attend_kernel),
+            KeyedLauncher(combine_kernel),
+        )
         self._strides = tuple((k.stride(), v.stride()) for k, v in caches)
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):
@@ -97,30 +104,35 @@ class TritonBackend(AttentionBackend):
         work = self._lists[self._decode][self.group_of_layer[layer_id]]
         space = self._workspace
         if not self._decode:
-            self._append(k, v, k_cache, v_cache, space.slots)
+            self._append(k, v, k_cache, v_cache, space.slots, work.spec.value_head_dim if work.spec.latent else 0)
         if self._num_rows < out.shape[0]:
             out[self._num_rows :].zero_()
         if not self._step_size[1]:
             return
         captured = self._can_overlap and torch.cuda.is_current_stream_capturing()
         arguments = (
-            q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states, space.arrived,
+            q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states,
+            space.firsts if work.spec.latent else space.arrived,
             q if sinks is None else sinks,  # q: a layer without sinks does not read it
         )  # fmt: skip
-        grid = (work.spec.num_kv_heads, work.num_programs(*self._step_size), 1)
+        grid = (work.heads.num_blocks, work.num_programs(*self._step_size), 1)
         key, constants, options = self._variant(work, layer_id, (q, k, v, out), captured)
         self._attend(key, grid, arguments, constants, options)
+        if work.spec.latent:
+            self._combine_chunks(work, out, captured)
         if self._can_overlap and self._graph and not captured:
             # A capture launches the PDL variant. It is compiled here, since a capture must not compile.
             key, constants, options = self._variant(work, layer_id, (q, k, v, out), True)
             self._attend.prepare(key, arguments, constants, options)
+            if work.spec.latent:
+                self._combine_chunks(work, out, True, prepare=True)
 
     def _variant(
         self, work: WorkList, layer_id: int, rows: tuple[torch.Tensor, ...], pdl: bool
     ) -> tuple[Hashable, dict[str, Any], dict[str, Any]]:
         """Key, constants and options of the attention kernel for q, k, v, out."""
         caches, group = self._caches[layer_id], self.group_of_layer[layer_id]
-        spec, tiles = work.spec, work.tiles
+        spec, heads, tiles = work.spec, work.heads, work.tiles
         q, k, v, out = rows
         k_cache_strides, v_cache_strides = self._strides[layer_id]
         constants = {
@@ -132,14 +144,17 @@ class TritonBackend(AttentionBackend):
             "V_CACHE_STRIDES": v_cache_strides,
             "scale": spec.scale,
             "soft_cap": spec.logits_soft_cap,
-            "G": spec.group_size,
-            "K": spec.num_kv_heads,
-            "D": spec.head_dim,
-            "D_PAD": triton.next_power_of_2(spec.head_dim),
+            "G": heads.block_heads,
+            "K": heads.num_blocks,
+            "D": heads.dim,
+            "D_PAD": triton.next_power_of_2(heads.dim),
             "PAGE_SIZE": caches[0].shape[1],
             "WINDOW": spec.sliding_window,
             "CAP": spec.logits_soft_cap > 0,
             "SINKS": spec.sinks,
+            "REST": heads.rest_dim,
+            "REST_PAD": max(16, triton.next_power_of_2(heads.rest_dim)),
+            "BLOCKS": heads.sharers,
             "DECODE": self._decode,
             "PAGED": self._paged,
             "IEEE": self.limits.dtype is torch.float32,
@@ -157,6 +172,34 @@ class TritonBackend(AttentionBackend):
         }
         strides = (q.stride(), k.stride(), v.stride(), out.stride(), k_cache_strides, v_cache_strides)
         return (group, self._decode, self._paged, pdl, strides, alignment(*rows, *caches)), constants, options
+
+    def _combine_chunks(self, work: WorkList, out: torch.Tensor, pdl: bool, *, prepare: bool = False) -> None:
+        """Launches the kernel that merges the chunks of a latent layer's tiles, or only compiles it."""
+        heads, tiles, space = work.heads, work.tiles, self._workspace
+        d_pad = triton.next_power_of_2(heads.dim)
+        block_rows = max(1, min(tiles.kept_rows, 1024 // d_pad))
+        constants = {
+            "OUT_STRIDES": out.stride(),
+            "G": heads.block_heads,
+            "K": heads.num_blocks,
+            "D": heads.dim,
+            "D_PAD": d_pad,
+            "DECODE": self._decode,
+            "BLOCK_M": tiles.block_m,
+            "R": tiles.kept_rows,
+            "ROWS": block_rows,
+            "BLOCK_C": tiles.block_c,
+            "PDL": pdl,
+        }
+        key = (*constants.values(), out.dtype, *alignment(out))
+        arguments = (out, work.items, space.firsts, space.partials, space.states)
+        options = {"num_warps": 4, "launch_pdl": pdl}
+        if prepare:
+            self._combine.prepare(key, arguments, constants, options)
+            return
+        num_tiles = self._step_size[1] if self._decode else work.num_partials(self._step_size[1])
+        grid = (heads.num_blocks, num_tiles, tiles.kept_rows // block_rows)
+        self._combine(key, grid, arguments, constants, options)
 
     def _work_lists(self, decode: bool) -> tuple[WorkList, ...]:
         limits = self.limits

@@ -1,7 +1,8 @@
 """Adds one tile of keys and values to an online softmax (as in FlashAttention), with base-2 exponents.
 
-Legend: M query rows, N keys, D head dim, D_PAD the next power of two. Slots that hold no token are masked in the loads,
-so that a NaN in an unused slot never enters the arithmetic. Lengths and the work list belong to `attend`.
+Legend: M query rows, N keys, D head dim, D_PAD the next power of two. In a latent layer D is the value head dim, and a
+key has REST elements more. Slots that hold no token are masked in the loads, so that a NaN in an unused slot never
+enters the arithmetic. Lengths and the work list belong to `attend`.
 """
 
 from __future__ import annotations
@@ -33,18 +34,35 @@ def without_bad_values(k: tl.tensor, v: tl.tensor) -> tuple[tl.tensor, tl.tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def append_latent(
+    source: tl.tensor, target: tl.tensor, source_stride: tl.tensor, target_stride: tl.tensor,
+    D: tl.constexpr, D_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copies one latent key. Elements of its value that are not finite become 0, and the others NaN in this case."""
+    element = tl.arange(0, D_PAD)
+    rest = tl.arange(0, REST_PAD)
+    k = tl.load(source + element * source_stride, mask=element < D, other=0.0)
+    k_rest = tl.load(source + (D + rest) * source_stride, mask=rest < REST, other=0.0)
+    bad = (tl.abs(k.to(tl.float32)) < float("inf")) == 0  # also for NaN
+    any_bad = tl.max(bad.to(tl.int32), 0) > 0
+    tl.store(target + element * target_stride, tl.where(bad, 0.0, k), mask=element < D)
+    tl.store(target + (D + rest) * target_stride, tl.where(any_bad, float("nan"), k_rest), mask=rest < REST)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def add_tile(
-    acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor, q: tl.tensor, key: tl.tensor, end: tl.tensor,
-    q_positions: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, pages_ptr: tl.tensor,
+    acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor, q: tl.tensor, q_rest: tl.tensor, key: tl.tensor,
+    end: tl.tensor, q_positions: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, pages_ptr: tl.tensor,
     k_stride_page: tl.tensor, k_stride_token: tl.tensor, k_stride_dim: tl.tensor, v_stride_page: tl.tensor,
     v_stride_token: tl.tensor, v_stride_dim: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGED: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, CAUSAL: tl.constexpr, IEEE: tl.constexpr,
+    CAP: tl.constexpr, CAUSAL: tl.constexpr, IEEE: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Adds the keys at positions key [N] below `end` to the softmax state: acc [M, D_PAD], row_max [M], row_sum [M].
 
     With PAGED, k_ptr and v_ptr are caches; else the rows of one prompt. Keys and values are loaded in one layout, so
-    that page indices and offsets are computed once for both.
+    that page indices and offsets are computed once for both. With REST the first D elements of a key are the value too,
+    and q_rest [M, REST_PAD] has the queries' other elements.
     """
     valid = key < end
     element = tl.arange(0, D_PAD)
@@ -58,8 +76,20 @@ def add_tile(
         k_rows = key.to(tl.int64) * k_stride_token
         v_rows = key.to(tl.int64) * v_stride_token
     k = tl.load(k_ptr + k_rows[:, None] + (element * k_stride_dim)[None, :], mask=mask, other=0.0)
-    v = tl.load(v_ptr + v_rows[:, None] + (element * v_stride_dim)[None, :], mask=mask, other=0.0)
-    scores = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32"), scale, soft_cap, CAP)
+    if REST > 0:
+        v = k
+        rest = tl.arange(0, REST_PAD)
+        k_rest = tl.load(
+            k_ptr + k_rows[:, None] + ((D + rest) * k_stride_dim)[None, :],
+            mask=valid[:, None] & (rest < REST)[None, :],
+            other=0.0,
+        )
+        products = tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee" if IEEE else "tf32")
+        products = tl.dot(q, tl.trans(k), products, input_precision="ieee" if IEEE else "tf32")
+    else:
+        v = tl.load(v_ptr + v_rows[:, None] + (element * v_stride_dim)[None, :], mask=mask, other=0.0)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32")
+    scores = scores_of(products, scale, soft_cap, CAP)
     visible = valid[None, :]
     if CAUSAL:
         visible = visible & (key[None, :] <= q_positions[:, None])

@@ -30,6 +30,37 @@ class Tiles:
     max_waves: int  # waves of programs that a step may have
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """How the kernels see a layer's heads and their elements.
+
+    The query heads of a latent layer share one key, and their accumulators are wide. So a program takes at most 64 of
+    them, and several blocks of heads read the keys of one KV head.
+    """
+
+    num_blocks: int  # blocks of query heads; KV heads unless the layer is latent
+    block_heads: int  # query heads of a block
+    sharers: int  # blocks that share a KV head
+    dim: int  # elements of a key that the kernel reads with one load; of a value
+    rest_dim: int  # elements of a latent key that are no value; 0: the layer is not latent
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> Heads:
+        """The heads of a layer."""
+        if not spec.latent:
+            return cls(
+                num_blocks=spec.num_kv_heads, block_heads=spec.group_size, sharers=1, dim=spec.head_dim, rest_dim=0
+            )
+        block_heads = next(size for size in range(min(64, spec.group_size), 0, -1) if spec.group_size % size == 0)
+        return cls(
+            num_blocks=spec.num_heads // block_heads,
+            block_heads=block_heads,
+            sharers=spec.group_size // block_heads,
+            dim=spec.value_head_dim,
+            rest_dim=spec.head_dim - spec.value_head_dim,
+        )
+
+
 def decode_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
     """Tiles of a decode step: one token a sequence, all heads of a group in one tile. It does little but read keys.
 
@@ -40,6 +71,8 @@ def decode_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
     with page indices prefetched one tile, gains 2 percent at most; shares cut finer than a tile gain nothing, and tiles
     of 32 keys lose a tenth.
     """
+    if spec.latent:
+        return _latent_tiles(spec, dtype, decode=True)
     d_pad = triton.next_power_of_2(spec.head_dim)
     kept = triton.next_power_of_2(spec.group_size)
     block_n = 64 if d_pad * dtype.itemsize <= 256 else 32
@@ -60,6 +93,8 @@ def decode_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
 
 def prefill_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
     """Tiles of every other step, with many query rows that share the keys a program loads."""
+    if spec.latent:
+        return _latent_tiles(spec, dtype, decode=False)
     d_pad = triton.next_power_of_2(spec.head_dim)
     wide = d_pad * dtype.itemsize > 256
     # Exact fp32 products are unrolled multiplications: large tiles of them compile for a minute and gain nothing.
@@ -80,12 +115,37 @@ def prefill_tiles(spec: AttentionSpec, dtype: torch.dtype) -> Tiles:
     )
 
 
-def interpreted_tiles(tiles: Tiles) -> Tiles:
+def _latent_tiles(spec: AttentionSpec, dtype: torch.dtype, *, decode: bool) -> Tiles:
+    """Tiles of a latent layer, in every step: few rows of wide accumulators, and keys that are the values too.
+
+    64 rows of 512 fp32 are half the registers of a multiprocessor, and a tile of 64 such keys is 72 KB.
+    """
+    block_heads = Heads.of(spec).block_heads
+    wide = spec.head_dim * dtype.itemsize > 1152
+    block_m = max(16, triton.next_power_of_2(block_heads)) if decode else 64
+    block_m = min(block_m, 16) if wide and not decode else block_m
+    block_n = 16 if wide else 64
+    return Tiles(
+        block_m=block_m,
+        block_n=block_n,
+        kept_rows=block_m,
+        block_c=8,
+        num_warps=8 if block_m > 32 else 4,
+        num_stages=2,
+        max_registers=None,
+        least_units=1 if decode else max(1, 256 // block_n),
+        enough_units=2048 // block_n if decode else max(1, 256 // block_n),
+        wave_programs=1 if block_m > 32 else 2,
+        max_waves=2 if decode else 1,
+    )
+
+
+def interpreted_tiles(tiles: Tiles, *, decode: bool) -> Tiles:
     """The same with short chunks and small tiles, so that the interpreter's small cases have several of each."""
     return Tiles(
-        block_m=16 if tiles.block_c == 1 else tiles.block_m,
+        block_m=tiles.block_m if decode else 16,
         block_n=16,
-        kept_rows=16 if tiles.block_c == 1 else tiles.kept_rows,
+        kept_rows=tiles.kept_rows if decode else 16,
         block_c=min(tiles.block_c, 2),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

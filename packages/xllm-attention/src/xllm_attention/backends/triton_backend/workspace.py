@@ -11,7 +11,7 @@ import triton
 from ...backend import Phase, Step
 from ...spec import AttentionSpec
 from ...triton_launch import KeyedLauncher
-from .tiles import Tiles, decode_tiles, interpreted_tiles, prefill_tiles
+from .tiles import Heads, Tiles, decode_tiles, interpreted_tiles, prefill_tiles
 from .worklist import ITEM_WIDTH, worklist_kernel
 
 BLOCK_I = 32  # items per program of the work list's kernel
@@ -35,6 +35,7 @@ class WorkList:
     decode: bool
     max_num_seqs: int
     num_processors: int
+    heads: Heads
     items: torch.Tensor  # [capacity, ITEM_WIDTH] int32
     launch: KeyedLauncher
     decode_launches: dict[int, _Launch] = field(default_factory=dict)  # by sequences
@@ -57,12 +58,12 @@ class WorkList:
         """A list that is large enough for every bucket."""
         tiles = decode_tiles(spec, dtype) if decode else prefill_tiles(spec, dtype)
         if interpreted:
-            tiles = interpreted_tiles(tiles)
+            tiles = interpreted_tiles(tiles, decode=decode)
         empty = torch.empty(0, dtype=torch.int32, device=device)
         launch = KeyedLauncher(worklist_kernel)
         sizes = cls(
             spec=spec, tiles=tiles, decode=decode, max_num_seqs=max_num_seqs, num_processors=num_processors,
-            items=empty, launch=launch,
+            heads=Heads.of(spec), items=empty, launch=launch,
         )  # fmt: skip
         capacity = sizes.num_items(max_num_tokens, max_num_seqs)
         items = torch.zeros((capacity, ITEM_WIDTH.value), dtype=torch.int32, device=device)
@@ -70,7 +71,7 @@ class WorkList:
 
     def wave(self) -> int:
         """Items that fill the device once."""
-        return max(1, self.tiles.wave_programs * self.num_processors // self.spec.num_kv_heads)
+        return max(1, self.tiles.wave_programs * self.num_processors // self.heads.num_blocks)
 
     def target(self, num_seqs: int) -> int:
         """Items that a step may have because its keys are cut into chunks."""
@@ -82,11 +83,11 @@ class WorkList:
         """Items that a step of this bucket has at most, and so the launch's size."""
         if self.decode:
             return self.target(num_seqs)
-        num_tiles = -(-num_tokens * self.spec.group_size // self.tiles.block_m) + num_seqs
+        num_tiles = -(-num_tokens * self.heads.block_heads // self.tiles.block_m) + num_seqs
         return max(num_tiles, self.target(num_seqs))
 
     def num_programs(self, num_tokens: int, num_seqs: int) -> int:
-        """Programs of a launch for each kv head."""
+        """Programs of a launch for each block of heads."""
         return self._max_programs(num_seqs) if self.decode else self.num_items(num_tokens, num_seqs)
 
     def _max_programs(self, num_seqs: int) -> int:
@@ -143,7 +144,7 @@ class WorkList:
             grid=(triton.cdiv(num_items, BLOCK_I), 1, 1),
             numbers=(num_seqs, num_items, self.target(num_seqs), self.wave()),
             constants={
-                "G": self.spec.group_size,
+                "G": self.heads.block_heads,
                 "WINDOW": self.spec.sliding_window,
                 "DECODE": self.decode,
                 "BLOCK_M": tiles.block_m,
@@ -166,13 +167,14 @@ class Workspace:
     ) -> None:  # fmt: skip
         partials, states, arrivals = 1, 1, 1
         for work in lists:
-            rows = work.num_partials(max_num_seqs) * work.spec.num_kv_heads * work.tiles.kept_rows
-            partials = max(partials, rows * triton.next_power_of_2(work.spec.head_dim))
+            rows = work.num_partials(max_num_seqs) * work.heads.num_blocks * work.tiles.kept_rows
+            partials = max(partials, rows * triton.next_power_of_2(work.heads.dim))
             states = max(states, 2 * rows)
-            arrivals = max(arrivals, work.num_partials(max_num_seqs) * work.spec.num_kv_heads)
+            arrivals = max(arrivals, work.num_partials(max_num_seqs) * work.heads.num_blocks)
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
         self.states = torch.empty(states, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
+        self.firsts = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.pages = torch.zeros(max(1, max_num_pages), dtype=torch.int32, device=device)
         self._slots = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self.slots = self._slots[:0]
