@@ -13,6 +13,7 @@ import torch
 
 from xllm_attention import AttentionBackend, AttentionSpec, BackendCapabilities, Phase, Step
 from xllm_attention.conformance import CASES, Case, ConformanceError, check_large_cache, run_case
+from xllm_attention.kv_groups import pages_of, slots_of
 
 
 class PlainBackend(AttentionBackend):
@@ -20,7 +21,7 @@ class PlainBackend(AttentionBackend):
 
     name = "plain"
     capabilities = BackendCapabilities(
-        full_graph_phases=frozenset({Phase.DECODE}), sinks=True, v_head_dims=True, latent=True
+        full_graph_phases=frozenset({Phase.DECODE}), sinks=True, v_head_dims=True, latent=True, kv_groups=True
     )
 
     def __init__(self, *args: Any, fault: str = "", **kwargs: Any) -> None:
@@ -36,10 +37,13 @@ class PlainBackend(AttentionBackend):
             return
         self.planned = True
         m = step.metadata
-        self.slots = m.slot_mapping.tolist()
+        kv_groups = range(self.num_group_tables + 1)
+        slot_groups = [0] * len(kv_groups) if self.fault == "slots of group 0 in all groups" else kv_groups
+        page_groups = [0] * len(kv_groups) if self.fault == "pages of group 0 in all groups" else kv_groups
+        self.slots = [slots_of(m, group).tolist() for group in slot_groups]
         self.kv_lens = [b - a for a, b in pairwise(m.kv_seq_lens_host.tolist())]
-        indptr, pages = m.paged_kv_indptr_host.tolist(), m.paged_kv_indices.tolist()
-        self.pages = [pages[a:b] for a, b in pairwise(indptr)]
+        indptr = m.paged_kv_indptr_host.tolist()
+        self.pages = [[pages_of(m, group).tolist()[a:b] for a, b in pairwise(indptr)] for group in page_groups]
         self.rows = list(range(step.num_seqs + 1)) if m.qo_indptr_host is None else m.qo_indptr_host.tolist()
 
     def _plan_group(self, step: Step, group: int) -> None:
@@ -64,7 +68,7 @@ class PlainBackend(AttentionBackend):
             self.attend(q, out, layer_id, sinks)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer_id: int) -> None:
-        for row, slot in enumerate(self.slots):
+        for row, slot in enumerate(self.slots[self.kv_group_of_layer[layer_id]]):
             latent = self.specs[layer_id].latent and self.fault != "appends values over keys"
             for cache, values in zip(self.caches[layer_id], (k,) if latent else (k, v), strict=False):
                 target = slot
@@ -85,7 +89,8 @@ class PlainBackend(AttentionBackend):
         if self.fault == "modifies q":
             q *= 1.0
             q[: self.rows[-1]] *= 2.0
-        for (first, end), kv_len, pages in zip(pairwise(self.rows), self.kv_lens, self.pages, strict=True):
+        page_tables = self.pages[self.kv_group_of_layer[layer_id]]
+        for (first, end), kv_len, pages in zip(pairwise(self.rows), self.kv_lens, page_tables, strict=True):
             k, v = (cache[pages].flatten(0, 1).float() for cache in self.caches[layer_id])
             if self.specs[layer_id].latent and self.fault == "values of the last elements of the keys":
                 v = k[..., -self.specs[layer_id].value_head_dim :]
@@ -189,6 +194,8 @@ FAULTS = {
     "adds the mask": ERROR,
     "hides what is not finite": r"sequence \d+, token \d+ of \d+ is finite, but sees a key or value that is not",
     "modifies q": "the inputs were modified",
+    "pages of group 0 in all groups": ERROR,
+    "slots of group 0 in all groups": "cache is (written wrongly|not this step's, yet overwritten)",
 }
 
 
@@ -251,6 +258,16 @@ def test_fault_of_a_latent_layer_is_found_in_every_phase(fault: str, phase: str)
     assert re.search(FAULTS[fault], found)
 
 
+@pytest.mark.parametrize(
+    "fault", ["pages of group 0 in all groups", "slots of group 0 in all groups", "0 * NaN of masked values"]
+)
+@pytest.mark.parametrize("phase", ["decode", "mixed", "graph-decode", "steps"])
+def test_fault_of_kv_cache_groups_is_found_in_every_phase(fault: str, phase: str) -> None:
+    found = _error(fault, next(case for case in CASES if case.name == f"{phase}-kvgroups"))
+    assert found is not None
+    assert re.search(FAULTS[fault], found)
+
+
 def test_int32_offsets_are_found() -> None:
     check_large_cache(PlainBackend)
     with pytest.raises(ConformanceError, match="large cache"):
@@ -272,5 +289,8 @@ def test_refusal_is_reported_not_passed() -> None:
     refused = run_case(Narrow, by_name["decode-vdim32"]).refused
     assert refused is not None
     assert "v_head_dim 32; served is that of the keys, 64" in refused
+    refused = run_case(Narrow, by_name["decode-kvgroups"]).refused
+    assert refused is not None
+    assert "layer 1: page tables per KV cache group; served is one table for all layers" in refused
     refused = run_case(Narrow, by_name["decode-sinks"]).refused
     assert refused == "attention backend 'plain' cannot serve layer 0: attention sinks; served are layers without them"

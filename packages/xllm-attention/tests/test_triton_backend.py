@@ -33,6 +33,8 @@ mixed-group3 mixed-window15 mixed-cap mixed-fp16 mixed-garbage mixed-page1-windo
 empty-step-padded empty-queries empty-first empty-middle empty-last empty-prefill empty-decode-rows
 empty-decode-rows-page1 padded-mixed padded-prefill extra-rows graph-decode bad-prefill bad-prefill-v-infinite
 bad-prefill-window bad-chunk bad-chunk-v-window bad-chunk-cap
+decode-kvgroups3 prefill-kvgroups-windows mixed-kvgroups mixed-kvgroups-sinks mixed-kvgroups-page1
+decode-kvgroups-infinite graph-decode-kvgroups padded-mixed-kvgroups padded-empty-kvgroups
 decode-sinks decode-sinks-windows-group5 decode-sinks-fp16-dim80 prefill-sinks-cap-window5 mixed-sinks
 mixed-sinks-windows-group5 empty-decode-rows-sinks graph-decode-sinks-windows bad-chunk-sinks
 bad-prefill-latent bad-prefill-v-latent bad-chunk-v-latent decode-latent mixed-latent decode-latent576-group16
@@ -102,7 +104,7 @@ def test_long_and_few(case: Case) -> None:
     assert run_case(FACTORY, case).refused is None
 
 
-@given(case=cases(dtypes=(torch.float32, torch.float16)))
+@given(case=cases(dtypes=(torch.float32, torch.float16), kv_groups=True))
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_batches(case: Case) -> None:
     assert run_case(FACTORY, case).refused is None

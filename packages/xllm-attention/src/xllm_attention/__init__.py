@@ -8,6 +8,7 @@ kernel library.
 from .backend import AttentionBackend, BackendCapabilities, Phase, Step
 from .context import current_backend, forward_context
 from .gated_delta_net import GatedDeltaNetSpec
+from .kv_groups import group_windows, kv_groups
 from .layer import Attention
 from .limits import BackendLimits
 from .registry import available_backends, create_backend, unavailable_backends
@@ -31,5 +32,7 @@ __all__ = [
     "create_backend",
     "current_backend",
     "forward_context",
+    "group_windows",
+    "kv_groups",
     "unavailable_backends",
 ]

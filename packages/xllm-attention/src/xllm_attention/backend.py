@@ -17,6 +17,7 @@ import torch
 from xllm_metadata import AttentionMetadata, LayerCache, check_step
 
 from .binding import check_caches
+from .kv_groups import GROUP_FIELDS, kv_groups
 from .limits import BackendLimits
 from .spec import AttentionSpec, LayerSpec
 
@@ -54,11 +55,14 @@ class BackendCapabilities:
     latent: bool = False  # layers whose values are part of their keys
     latent_dims: frozenset[tuple[int, int]] | None = None  # (head_dim, v_head_dim) of these layers
     sinks: bool = False  # serves layers with attention sinks
+    kv_groups: bool = False  # page tables per KV cache group; never reads a freed page's content
 
     def refusal(self, spec: AttentionSpec, limits: BackendLimits) -> str | None:
         """Why the combination cannot be served, as `thing value; served are ...`; None when it can."""
         if spec.sinks and not self.sinks:
             return "attention sinks; served are layers without them"
+        if limits.kv_groups and spec.sliding_window and not self.kv_groups:
+            return "page tables per KV cache group; served is one table for all layers"
         if spec.latent and not self.latent:
             return "latent keys; served are layers with keys and values"
         dims = (spec.head_dim, spec.value_head_dim)
@@ -139,6 +143,10 @@ class AttentionBackend(ABC):
         group_of = {layer_id: group for group, layers in enumerate(self.groups) for layer_id in layers}
         self.group_of_layer = tuple(group_of.get(layer_id, -1) for layer_id in range(len(self.specs)))
         self.attention_layers = tuple(sorted(group_of))
+        self.kv_group_of_layer = kv_groups(self.specs) if limits.kv_groups else (0,) * len(self.specs)
+        # By attention group: its layers have equal windows, and so one KV cache group.
+        self.kv_group_of_group = tuple(self.kv_group_of_layer[layers[0]] for layers in self.groups)
+        self.num_group_tables = max(self.kv_group_of_layer)
         self._plan_counts = [0] * len(self.groups)
         self._page_size: int | None = None  # of the bound caches
         self._cache_device = limits.device  # with its index, once caches are bound
@@ -159,7 +167,7 @@ class AttentionBackend(ABC):
     @property
     def optional_fields(self) -> frozenset[str]:
         """Optional fields of the metadata that the backend reads, so that a full graph needs buffers for them."""
-        return frozenset()
+        return GROUP_FIELDS if self.num_group_tables else frozenset()
 
     @property
     def plan_counts(self) -> tuple[int, ...]:
@@ -189,10 +197,10 @@ class AttentionBackend(ABC):
         Any strides are accepted if no two elements overlap. Discards the current plan.
 
         Raises:
-            ValueError: wrong number, shape, dtype, device or strides, unequal page sizes or num_pages, or a cache
-                tensor that the layer does not need.
+            ValueError: wrong number, shape, dtype, device or strides, unequal page sizes, unequal num_pages in a KV
+                cache group, or a cache tensor that the layer does not need.
         """
-        page_size = check_caches(caches, self.specs, self.limits)
+        page_size = check_caches(caches, self.specs, self.limits, self.kv_group_of_layer)
         self._num_tokens = self._page_size = None
         layers = list(zip(caches, self.specs, strict=True))
         self._bind([kv_pair(cache, spec) for cache, spec in layers if isinstance(spec, AttentionSpec)], page_size)
@@ -212,7 +220,7 @@ class AttentionBackend(ABC):
             RuntimeError: no cache is bound.
             ValueError: names the field, its value and the limit.
         """
-        check_step(metadata, self.page_size, self._cache_device)
+        check_step(metadata, self.page_size, self._cache_device, self.num_group_tables)
 
     @final
     def plan(self, metadata: AttentionMetadata, *, graph: bool = False) -> None:
@@ -233,7 +241,7 @@ class AttentionBackend(ABC):
         self._num_tokens = None  # if this plan fails, `run` must not use the previous one
         step = self._step(metadata, graph)
         if not graph:  # the host mirrors of a padded step may be filled after the plan
-            check_step(metadata, self._page_size, self._cache_device)
+            check_step(metadata, self._page_size, self._cache_device, self.num_group_tables)
         self.plan_checked(step)
 
     @final

@@ -15,8 +15,12 @@ from .spec import LayerSpec
 _LEADING = {CacheKind.PAGED: ("num_pages", "page_size"), CacheKind.STATE: ("num_slots",)}
 
 
-def check_caches(caches: Sequence[LayerCache], specs: Sequence[LayerSpec], limits: BackendLimits) -> int:
+def check_caches(
+    caches: Sequence[LayerCache], specs: Sequence[LayerSpec], limits: BackendLimits, kv_groups: Sequence[int]
+) -> int:
     """Checks that the caches fit the layers, and returns the common page size; 0 if no cache has pages.
+
+    kv_groups: the KV cache group of each layer. All caches of a group have the same number of pages.
 
     Raises:
         ValueError: names the layer, the tensor, what it has and what it must have. A tensor that the layer does not
@@ -25,9 +29,10 @@ def check_caches(caches: Sequence[LayerCache], specs: Sequence[LayerSpec], limit
     """
     if len(caches) != len(specs):
         raise ValueError(f"{len(caches)} caches for {len(specs)} layers; every layer needs one")
-    # Dimension -> size -> the first tensor of that size. All layers share one page table and one list of state slots.
-    found: dict[str, dict[int, str]] = {"page_size": {}, "num_pages": {}, "num_slots": {}}
-    for layer_id, (cache, spec) in enumerate(zip(caches, specs, strict=True)):
+    # Dimension -> size -> the first tensor of that size. The layers of a KV cache group share one page table, and all
+    # layers share one list of state slots.
+    found: dict[str, dict[int, str]] = {"page_size": {}}
+    for layer_id, (cache, spec, kv_group) in enumerate(zip(caches, specs, kv_groups, strict=True)):
         needed = spec.cache_specs(limits.dtype)
         names = [one.name for one in needed]
         for slot, unused in cache.items():
@@ -43,7 +48,9 @@ def check_caches(caches: Sequence[LayerCache], specs: Sequence[LayerSpec], limit
                 raise ValueError(f"{name} is None")
             _check_tensor(name, tensor, one, limits.device)
             for dimension, size in zip(_LEADING[one.kind], tensor.shape, strict=False):
-                found[dimension].setdefault(size, name)
+                if dimension == "num_pages" and max(kv_groups):
+                    dimension = f"num_pages of KV cache group {kv_group}"
+                found.setdefault(dimension, {}).setdefault(size, name)
     for dimension, sizes in found.items():
         if len(sizes) > 1:
             listed = ", ".join(f"{size} ({name})" for size, name in sizes.items())

@@ -17,6 +17,8 @@ class BackendLimits:
         max_num_seqs: most sequences per step, padding rows of a graph bucket included.
         max_num_tokens: most tokens per step, padding included.
         max_model_len: largest KV length of a sequence.
+        kv_groups: whether each KV cache group has a page table of its own, so that the pages of a sliding window may be
+            freed; else all layers share one table.
 
     Raises:
         ValueError: names a limit below 1 and its value.
@@ -27,6 +29,7 @@ class BackendLimits:
     max_num_seqs: int
     max_num_tokens: int
     max_model_len: int
+    kv_groups: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_tokens", "max_model_len"):

@@ -101,6 +101,14 @@ def test_flashinfer_refuses_sinks_and_auto_does_not() -> None:
     assert run_case(partial(create_backend, "auto"), case, device="cuda").refused is None
 
 
+def test_flashinfer_refuses_kv_cache_groups_and_auto_does_not() -> None:
+    case = replace(BY_NAME["mixed-kvgroups"], dtype=torch.bfloat16)
+    refused = run_case(partial(create_backend, "flashinfer"), case, device="cuda").refused
+    assert refused is not None
+    assert "page tables per KV cache group; served is one table for all layers" in refused
+    assert run_case(partial(create_backend, "auto"), case, device="cuda").refused is None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["torch", "triton", "flashinfer"])
 def test_offsets_beyond_int32(backend: str, dtype: torch.dtype) -> None:

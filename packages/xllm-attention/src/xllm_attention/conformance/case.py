@@ -38,6 +38,8 @@ class Case:
         v_head_dim: elements of a value head, of every layer; 0 is head_dim.
         latent: a token's value is the first elements of its key, in every layer. The backend gets values that are all
             NaN, which it must not read.
+        kv_groups: each window size has a page table of its own. Pages that have left a window are freed: the entry in
+            the table is the page that no sequence owns, and their content becomes `poison`.
         bucket: pad the step's tokens, and in decode its sequences, to this number in persistent buffers; in other
             phases two sequences without tokens are added.
         extra_rows: rows of q, k, v and out beyond the step's tokens.
@@ -62,6 +64,7 @@ class Case:
     latent: bool = False
     dtype: torch.dtype = torch.float32
     page_size: int = 16
+    kv_groups: bool = False
     bucket: int | None = None
     extra_rows: int = 0
     graph: bool = False

@@ -66,6 +66,29 @@ def _varied() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def _kv_groups(base: tuple[Case, ...]) -> tuple[Case, ...]:
+    """A page table per window size, with freed pages that are poisoned; two groups, three, and none without window."""
+    base = tuple(replace(case, kv_groups=True) for case in base)
+    grown = Case(name="steps", prefix_lens=(37, 0, 16, 90), steps=(*_decode(4, 20), ((0, 9), (1, 40), (3, 1))))
+    cases: list[Case] = []
+    for case in (*base, replace(grown, kv_groups=True)):
+        cases += [
+            replace(case, windows=(0, 7, 0, 7), name=f"{case.name}-kvgroups"),
+            replace(case, windows=(7, 0, 20, 1), name=f"{case.name}-kvgroups3"),
+            replace(case, windows=(16, 16), name=f"{case.name}-kvgroups-windows"),
+            replace(case, windows=(0, 17), sinks=True, num_heads=6, name=f"{case.name}-kvgroups-sinks"),
+            replace(case, windows=(3, 0), soft_cap=1.5, page_size=1, name=f"{case.name}-kvgroups-page1"),
+            replace(case, windows=(0, 5), poison=math.inf, dtype=torch.float16, name=f"{case.name}-kvgroups-infinite"),
+            replace(case, windows=(0, 5), poison=300.0, name=f"{case.name}-kvgroups-garbage"),
+        ]
+    chunks = replace(_chunks(19, window=6), windows=(0, 6), kv_groups=True, page_size=4, name="chunks-kvgroups")
+    long = Case(
+        name="long-decode-kvgroups", prefix_lens=(3000, 1, 800), steps=_decode(3, 2), windows=(0, 1000), kv_groups=True
+    )
+    chunk = replace(long, name="long-chunk-kvgroups", prefix_lens=(1030, 3), steps=(((0, 300), (1, 1)),))
+    return (*cases, chunks, long, replace(chunk, windows=(0, 250)))
+
+
 def _sinks(base: tuple[Case, ...]) -> tuple[Case, ...]:
     """Attention sinks, alone and with what else changes the softmax or the mapping of heads."""
     base = tuple(replace(case, sinks=True) for case in base)
@@ -166,6 +189,22 @@ def _padded() -> tuple[Case, ...]:
         Case(name="padded-decode", prefix_lens=lens, steps=shrinking, bucket=8, extra_rows=3),
         Case(name="padded-mixed", prefix_lens=(0, 3, 30), steps=prompts, bucket=32, windows=(0, 4)),
         Case(name="padded-prefill", prefix_lens=(0, 0, 0), steps=prompts[:1], bucket=32, extra_rows=5),
+        Case(
+            name="padded-mixed-kvgroups",
+            prefix_lens=(0, 3, 30),
+            steps=prompts,
+            bucket=32,
+            windows=(0, 4),
+            kv_groups=True,
+        ),
+        Case(
+            name="padded-empty-kvgroups",
+            prefix_lens=(15, 40),
+            steps=(((EMPTY, 1), (0, 1), (1, 1)), ((EMPTY, 1),)),
+            bucket=4,
+            windows=(7, 0),
+            kv_groups=True,
+        ),
         Case(name="extra-rows", prefix_lens=lens, steps=(*_decode(7), ((0, 4), (3, 1))), extra_rows=9),
     ]
     for label, case in (
@@ -181,6 +220,8 @@ def _padded() -> tuple[Case, ...]:
         ("-garbage", replace(cases[0], poison=300.0, windows=(0, 16))),
         ("-heads-first", replace(cases[0], layout=CacheLayout.HEADS_FIRST)),
         ("-vdim", replace(cases[0], head_dim=96, v_head_dim=64, windows=(0, 16))),
+        ("-kvgroups", replace(cases[0], windows=(0, 1, 16, 17), kv_groups=True)),
+        ("-kvgroups-sinks", replace(cases[0], windows=(5, 0), sinks=True, kv_groups=True, page_size=4)),
         ("-latent", replace(cases[0], latent=True, num_kv_heads=1, head_dim=24, v_head_dim=16, windows=(0, 16))),
         ("-latent576", replace(cases[0], latent=True, num_kv_heads=1, head_dim=576, v_head_dim=512, num_heads=16)),
     ):
@@ -267,6 +308,7 @@ def _long() -> tuple[Case, ...]:
 CASES: Final[tuple[Case, ...]] = (
     *_bad(),
     *_shapes(16),
+    *_kv_groups(_shapes(16)),
     *_varied(),
     _chunks(19, window=0),
     _chunks(19, window=6),

@@ -19,6 +19,7 @@ from xllm_metadata import (
     build_attention_metadata,
 )
 
+from ..kv_groups import GROUP_FIELDS, kv_groups
 from .case import EMPTY, CacheLayout, Case
 
 
@@ -28,15 +29,14 @@ class StepInputs:
 
     metadata: AttentionMetadata
     rows: tuple[tuple[int, int, int], ...]  # (sequence, first row, number of rows); EMPTY rows are left out
-    slots: torch.Tensor  # [live tokens] int64, host: the slots to write
+    slots: tuple[torch.Tensor, ...]  # per layer [live tokens] int64, host: the slots to write
     live_rows: torch.Tensor  # [live tokens] int64, host: their rows
     bad_rows: torch.Tensor  # [bad tokens] int64, host: their rows
     qkv: tuple[torch.Tensor, ...]  # per layer [R, H * D + K * D + K * V], NaN in rows that are not live
 
-    @property
-    def bad_slots(self) -> torch.Tensor:
+    def bad_slots(self, layer: int) -> torch.Tensor:
         """[bad tokens] int64, host."""
-        return self.slots[torch.isin(self.live_rows, self.bad_rows)]
+        return self.slots[layer][torch.isin(self.live_rows, self.bad_rows)]
 
 
 class BackendHarness:
@@ -48,30 +48,38 @@ class BackendHarness:
         self.device = device
         self._generator = torch.Generator().manual_seed(seed)
         self.lens = list(case.prefix_lens)
-        self.tables, self.num_pages = _page_tables(case, random.Random(seed))
+        self.kv_groups = kv_groups(case.specs) if case.kv_groups else (0,) * len(case.windows)  # of each layer
+        rng = random.Random(seed)
+        # By KV cache group and sequence; without groups one table serves all layers.
+        self.tables, self.num_pages = [], 0
+        for _ in range(max(self.kv_groups) + 1):
+            tables, self.num_pages = _page_tables(case, rng)
+            self.tables.append(tables)
         self.caches = [_make_cache(case, self.num_pages, device) for _ in case.windows]
         # Per layer and sequence: all keys [L, K, D] and values [L, K, V] so far, in the case's dtype on the CPU.
         self.history: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-        for cache in self.caches:
+        for cache, group in zip(self.caches, self.kv_groups, strict=True):
             self.history.append([])
             for seq, prefix_len in enumerate(case.prefix_lens):
                 _, k, v = self.split(self._random(prefix_len, self.width))
                 self.history[-1].append((k, v))
-                slots = torch.tensor([self._slot(seq, p) for p in range(prefix_len)], dtype=torch.int64)
+                slots = torch.tensor([self._slot(group, seq, p) for p in range(prefix_len)], dtype=torch.int64)
                 write(cache, slots, k, v)
         self.sinks = tuple(self._draw_sinks() for _ in case.windows)
         self._static: StaticAttentionMetadata | None = None
 
     def next_step(self, step: tuple[tuple[int, int], ...]) -> StepInputs:
         """Draws the step's tokens, extends the history by them, and builds the metadata."""
-        slots: list[int] = []
+        self._free_pages()
+        slots: list[list[int]] = [[] for _ in self.tables]  # by KV cache group
         live_rows: list[int] = []
         rows: list[tuple[int, int, int]] = []
         bad_rows: list[int] = []
         row = 0
         for seq, num_tokens in step:
             if seq != EMPTY:
-                slots += [self._slot(seq, self.lens[seq] + i) for i in range(num_tokens)]
+                for group, of_group in enumerate(slots):
+                    of_group += [self._slot(group, seq, self.lens[seq] + i) for i in range(num_tokens)]
                 live_rows += range(row, row + num_tokens)
                 rows.append((seq, row, num_tokens))
                 start = self.lens[seq]
@@ -86,7 +94,7 @@ class BackendHarness:
         return StepInputs(
             metadata=metadata,
             rows=tuple(rows),
-            slots=torch.tensor(slots, dtype=torch.int64),
+            slots=tuple(torch.tensor(slots[group], dtype=torch.int64) for group in self.kv_groups),
             live_rows=live,
             bad_rows=bad,
             qkv=qkv,
@@ -140,11 +148,30 @@ class BackendHarness:
             self.history[layer][seq] = (torch.cat([old_k, k[new]]), torch.cat([old_v, v[new]]))
         return qkv.to(self.device)
 
-    def _metadata(self, step: tuple[tuple[int, int], ...], slots: list[int], live_rows: list[int]) -> AttentionMetadata:
+    def _free_pages(self) -> None:
+        """Frees the pages that no later query sees: another sequence may have overwritten them."""
+        free = self.num_pages - 1  # no sequence owns it
+        page_size = self.case.page_size
+        for layer, group in enumerate(self.kv_groups):
+            window = self.case.windows[layer]
+            for seq, length in enumerate(self.lens if group else ()):
+                for index in range(max(0, length - window + 1) // page_size):
+                    for _, tensor in self.caches[layer].items():
+                        tensor[self.tables[group][seq][index]] = self.case.poison
+        for layer, group in enumerate(self.kv_groups):
+            for seq, length in enumerate(self.lens if group else ()):
+                gone = max(0, length - self.case.windows[layer] + 1) // page_size
+                self.tables[group][seq][:gone] = [free] * gone
+
+    def _metadata(
+        self, step: tuple[tuple[int, int], ...], slots: list[list[int]], live_rows: list[int]
+    ) -> AttentionMetadata:
         q_lens = [0 if seq == EMPTY else num_tokens for seq, num_tokens in step]
         kv_lens = [0 if seq == EMPTY else self.lens[seq] for seq, _ in step]
-        tables = [[] if seq == EMPTY else self.tables[seq] for seq, _ in step]
-        metadata = build_attention_metadata(q_lens, kv_lens, tables, self.case.page_size, self.device)
+        tables, *groups = [[[] if seq == EMPTY else of_group[seq] for seq, _ in step] for of_group in self.tables]
+        metadata = build_attention_metadata(
+            q_lens, kv_lens, tables, self.case.page_size, self.device, group_page_tables=groups or None
+        )
         if any(seq == EMPTY for seq, _ in step):
             metadata = _to_decode_step(metadata, len(step), slots, live_rows)
         if self.case.bucket is None:
@@ -158,16 +185,20 @@ class BackendHarness:
                 max_num_seqs=self.case.max_num_seqs,
                 max_num_pages=self.num_pages,
                 device=self.device,
+                optional=GROUP_FIELDS if len(self.tables) > 1 else (),
+                num_group_tables=max(1, len(self.tables) - 1),
             )
             # Page indices after the live ones point to the page without owner: reading them gives poison.
             self._static.buffer("paged_kv_indices").fill_(self.num_pages - 1)
+            if len(self.tables) > 1:
+                self._static.buffer("group_paged_kv_indices").fill_(self.num_pages - 1)
         decode = metadata.qo_indptr is None
         num_seqs = metadata.kv_cu_seq_lens.shape[0] - 1
         self._static.fill(metadata, num_tokens=bucket, num_seqs=bucket if decode else num_seqs + 2)
         return self._static
 
-    def _slot(self, seq: int, position: int) -> int:
-        page = self.tables[seq][position // self.case.page_size]
+    def _slot(self, group: int, seq: int, position: int) -> int:
+        page = self.tables[group][seq][position // self.case.page_size]
         return page * self.case.page_size + position % self.case.page_size
 
     def _random(self, *shape: int) -> torch.Tensor:
@@ -185,14 +216,15 @@ def write(cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 
 def _to_decode_step(
-    metadata: BuiltAttentionMetadata, num_rows: int, slots: list[int], live_rows: list[int]
+    metadata: BuiltAttentionMetadata, num_rows: int, slots: list[list[int]], live_rows: list[int]
 ) -> BuiltAttentionMetadata:
     """Turns the metadata of rows with one or no token into a decode step in which every row has one."""
-    slot_mapping = metadata.slot_mapping.new_full((num_rows,), -1)
-    slot_mapping[live_rows] = torch.tensor(slots, dtype=torch.int32, device=slot_mapping.device)
+    all_slots = metadata.slot_mapping.new_full((len(slots), num_rows), -1)
+    all_slots[:, live_rows] = torch.tensor(slots, dtype=torch.int32, device=all_slots.device)
     return replace(
         metadata,
-        slot_mapping=slot_mapping,
+        slot_mapping=all_slots[0],
+        group_slot_mapping=all_slots[1:] if len(slots) > 1 else None,
         qo_indptr=None,
         qo_indptr_host=None,
         max_query_len=1,

@@ -58,6 +58,7 @@ def run_case(factory: BackendFactory, case: Case, *, device: torch.device | str 
         max_num_seqs=case.max_num_seqs,
         max_num_tokens=case.max_num_tokens,
         max_model_len=max(1, *case.final_lens),
+        kv_groups=case.kv_groups,
     )
     try:
         backend = factory(case.specs, limits)
@@ -97,20 +98,22 @@ def _run_layer(backend: AttentionBackend, harness: BackendHarness, inputs: StepI
     untouched = qkv[kept]
     q, k, v = harness.split(qkv)
     live = inputs.live_rows.to(harness.device)
-    write(LayerCache(**expected), inputs.slots, k[live], v[live])
+    write(LayerCache(**expected), inputs.slots[layer], k[live], v[live])
     out = q.new_full((*q.shape[:2], harness.case.value_head_dim), torch.nan)
     if harness.case.latent:
         v = torch.full_like(v, torch.nan)  # a backend that reads or appends it is found
     backend.run(q, k, v, out, layer, harness.sinks[layer])
     if not _same_bytes(qkv[kept], untouched):
         raise ConformanceError(f"{where}: the inputs were modified")
-    _check_cache(cache, expected, inputs, where)
+    _check_cache(cache, expected, inputs, layer, where)
     return _check_output(out.cpu(), q.cpu(), harness, inputs, layer, where)
 
 
-def _check_cache(cache: LayerCache, expected: dict[str, torch.Tensor], inputs: StepInputs, where: str) -> None:
+def _check_cache(
+    cache: LayerCache, expected: dict[str, torch.Tensor], inputs: StepInputs, layer: int, where: str
+) -> None:
     """Live slots hold exactly the step's rows, except those of bad tokens; every other byte is what it was."""
-    bad_slots = inputs.bad_slots.tolist()
+    bad_slots, slots = inputs.bad_slots(layer).tolist(), inputs.slots[layer].tolist()
     for name, tensor in cache.items():
         if _same_bytes(tensor, expected[name]):
             continue
@@ -118,7 +121,7 @@ def _check_cache(cache: LayerCache, expected: dict[str, torch.Tensor], inputs: S
         for slot in range(tensor.shape[0] * page_size):
             index = (slot // page_size, slot % page_size)
             if slot not in bad_slots and not _same_bytes(tensor[index], expected[name][index]):
-                fault = "written wrongly" if slot in inputs.slots.tolist() else "not this step's, yet overwritten"
+                fault = "written wrongly" if slot in slots else "not this step's, yet overwritten"
                 raise ConformanceError(f"{where}: slot {slot} of the {name} cache is {fault}")
 
 

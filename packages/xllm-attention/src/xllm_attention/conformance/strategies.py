@@ -16,10 +16,11 @@ def cases(
     graph: bool = False,
     v_head_dims: bool = False,
     latent: bool = False,
+    kv_groups: bool = False,
 ) -> Case:
     """Draws a case of up to 5 sequences and 3 steps: any phases in any order, or decode steps only for a graph.
 
-    v_head_dims, latent: as the backend's capabilities; some of the cases then have such layers.
+    v_head_dims, latent, kv_groups: as the backend's capabilities; some of the cases then have such layers or tables.
     """
     prefix_lens = draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
     seqs = range(len(prefix_lens))
@@ -51,6 +52,7 @@ def cases(
         sinks=draw(st.booleans()),
         dtype=draw(st.sampled_from(dtypes)),
         page_size=draw(st.sampled_from((1, 3, 16))),
+        kv_groups=kv_groups and draw(st.booleans()),
         bucket=max(1, largest + padding) if graph or draw(st.booleans()) else None,
         extra_rows=draw(st.integers(0, 3)),
         graph=graph,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
+from ...kv_groups import pages_of, slots_of
 from .append import AppendPlan, append, plan_append
 from .dense_decode import DenseDecode
 from .ragged import RaggedPlan, plan_ragged, run_ragged
@@ -26,6 +27,7 @@ class TorchBackend(AttentionBackend):
         v_head_dims=True,
         latent=True,
         sinks=True,
+        kv_groups=True,
     )
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
@@ -33,20 +35,24 @@ class TorchBackend(AttentionBackend):
         self._plans: list[RaggedPlan | DenseDecode] = [
             RaggedPlan(spec=spec, sequences=(), num_rows=0) for spec in self.group_specs
         ]
-        self._append_buffers: AppendPlan | None = None
+        self._appends: dict[int, AppendPlan] = {}  # by KV cache group
+        self._append_buffers: dict[int, AppendPlan] = {}  # the same, for graph steps
         self._dense: tuple[DenseDecode, ...] = ()
 
     def _plan_step(self, step: Step) -> None:
-        self._append = plan_append(step.metadata.slot_mapping, self.page_size)
-        if step.graph:
-            self._append = self._persistent_append().refill(self._append)
+        for kv_group in dict.fromkeys(self.kv_group_of_group):
+            plan = plan_append(slots_of(step.metadata, kv_group), self.page_size)
+            if step.graph:
+                plan = self._persistent_appends()[kv_group].refill(plan)
+            self._appends[kv_group] = plan
 
     def _plan_group(self, step: Step, group: int) -> None:
         if step.graph:
-            self._dense[group].fill(step)
+            self._dense[group].fill(step, pages_of(step.metadata, self.kv_group_of_group[group]))
             self._plans[group] = self._dense[group]
         else:
-            self._plans[group] = plan_ragged(step, self.group_specs[group], self.page_size, self.limits.dtype)
+            pages = pages_of(step.metadata, self.kv_group_of_group[group])
+            self._plans[group] = plan_ragged(step, pages, self.group_specs[group], self.page_size, self.limits.dtype)
 
     def _run(
         self,
@@ -58,23 +64,27 @@ class TorchBackend(AttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         k_cache, v_cache = self._caches[layer_id]
-        append(self._append, k, k_cache)
         group = self.group_of_layer[layer_id]
+        append_plan = self._appends[self.kv_group_of_group[group]]
+        append(append_plan, k, k_cache)
         if not self.group_specs[group].latent:
-            append(self._append, v, v_cache)
+            append(append_plan, v, v_cache)
         plan = self._plans[group]
         if isinstance(plan, DenseDecode):
             plan.run(q, k_cache, v_cache, out, sinks)
         else:
             run_ragged(plan, q, k_cache, v_cache, out, sinks)
 
-    def _persistent_append(self) -> AppendPlan:
+    def _persistent_appends(self) -> dict[int, AppendPlan]:
         """The buffers of graph steps, made at the first one, so that a host without graphs does not pay for them."""
-        if self._append_buffers is None:
+        if not self._append_buffers:
             limits = self.limits
             # Ordinary tensors even when the first plan is made in inference mode: later ones may not be.
             with torch.inference_mode(False):
-                self._append_buffers = AppendPlan.allocate(limits.max_num_tokens, limits.device)
+                self._append_buffers = {
+                    kv_group: AppendPlan.allocate(limits.max_num_tokens, limits.device)
+                    for kv_group in set(self.kv_group_of_group)
+                }
                 self._dense = tuple(
                     DenseDecode(
                         spec,

@@ -40,8 +40,8 @@ class DenseDecode:
         self._empty = torch.ones(max_num_seqs, dtype=torch.bool, device=device)  # [B]
         self._num_seqs = 0
 
-    def fill(self, step: Step) -> None:
-        """Fills the buffers for a decode step, on the device and without waiting for it."""
+    def fill(self, step: Step, page_indices: torch.Tensor) -> None:
+        """Fills the buffers for a decode step, on the device and without waiting for it. page_indices: [P] int32."""
         metadata, num_seqs = step.metadata, step.num_seqs
         self._num_seqs = num_seqs
         kv_lens = metadata.kv_cu_seq_lens.to(torch.int64).diff()[:, None]  # [B, 1]
@@ -52,9 +52,9 @@ class DenseDecode:
         wanted = first_pages + self._page_range  # [B, M], index into the sequence's own page table
         exists = wanted * self._page_size < kv_lens
         pages = torch.zeros_like(wanted)
-        if metadata.paged_kv_indices.shape[0]:
+        if page_indices.shape[0]:
             indices = torch.where(exists, metadata.paged_kv_indptr[:-1, None] + wanted, 0)
-            listed = metadata.paged_kv_indices.index_select(0, indices.flatten()).view_as(indices)
+            listed = page_indices.index_select(0, indices.flatten()).view_as(indices)
             pages = torch.where(exists, listed.to(torch.int64), 0)
         positions = first_pages * self._page_size + self._token_range  # [B, M * P]
         self._pages[:num_seqs].copy_(pages)

@@ -59,8 +59,10 @@ class RaggedPlan:
     num_rows: int  # query rows that the blocks cover
 
 
-def plan_ragged(step: Step, spec: AttentionSpec, page_size: int, dtype: torch.dtype) -> RaggedPlan:
-    """Plans one group. Reads host mirrors (host lists, no device) and slices the page table on the device.
+def plan_ragged(
+    step: Step, page_indices: torch.Tensor, spec: AttentionSpec, page_size: int, dtype: torch.dtype
+) -> RaggedPlan:
+    """Plans one group. Reads host mirrors (host lists, no device) and slices page_indices [P] int32 on the device.
 
     Raises:
         ValueError: a sequence with more tokens than its KV length, or fewer pages than its KV length needs.
@@ -73,7 +75,7 @@ def plan_ragged(step: Step, spec: AttentionSpec, page_size: int, dtype: torch.dt
         queries = [slice(row, row + (kv_len > 0)) for row, kv_len in enumerate(kv_lens)]
     else:
         queries = [slice(low, high) for low, high in pairwise(metadata.qo_indptr_host.tolist())]
-    indices = metadata.paged_kv_indices[: indptr[-1]].to(torch.int64)
+    indices = page_indices[: indptr[-1]].to(torch.int64)
     masks = _Masks(spec.sliding_window, dtype, indices.device)
     sequences = []
     for i, (rows, kv_len) in enumerate(zip(queries, kv_lens, strict=True)):

@@ -41,6 +41,7 @@ class TritonBackend(AttentionBackend):
         sinks=True,
         latent=True,
         latent_dims=frozenset({(576, 512), (288, 256), (96, 64), (64, 40), (24, 16)}),
+        kv_groups=True,
     )
 
     def __init__(self, specs: Sequence[AttentionSpec], limits: BackendLimits) -> None:
@@ -72,7 +73,11 @@ class TritonBackend(AttentionBackend):
                 max_num_tokens=limits.max_num_tokens,
                 max_num_pages=limits.max_num_pages(page_size),
                 device=limits.device,
+                kv_groups=self.kv_group_of_group,
             )
+        # The first work list of each KV cache group also copies its page indices.
+        firsts = [self.kv_group_of_group.index(kv_group) for kv_group in self.kv_group_of_group]
+        self._copies_pages = tuple(first == group for group, first in enumerate(firsts))
 
     def plans_on_host(self, phase: Phase) -> bool:
         """See `AttentionBackend.plans_on_host`: the work list is made on the device."""
@@ -89,7 +94,8 @@ class TritonBackend(AttentionBackend):
         self._num_rows = step.num_tokens if self._decode or indptr is None else int(indptr[-1])
 
     def _plan_group(self, step: Step, group: int) -> None:
-        self._lists[self._decode][group].fill(step, self._workspace.pages, copies_pages=not group)
+        work = self._lists[self._decode][group]
+        work.fill(step, self._workspace.pages[work.kv_group], copies_pages=self._copies_pages[group])
 
     def _run(
         self,
@@ -104,14 +110,15 @@ class TritonBackend(AttentionBackend):
         work = self._lists[self._decode][self.group_of_layer[layer_id]]
         space = self._workspace
         if not self._decode:
-            self._append(k, v, k_cache, v_cache, space.slots, work.spec.value_head_dim if work.spec.latent else 0)
+            value_dim = work.spec.value_head_dim if work.spec.latent else 0
+            self._append(k, v, k_cache, v_cache, space.slots[work.kv_group], value_dim)
         if self._num_rows < out.shape[0]:
             out[self._num_rows :].zero_()
         if not self._step_size[1]:
             return
         captured = self._can_overlap and torch.cuda.is_current_stream_capturing()
         arguments = (
-            q, k, v, out, k_cache, v_cache, work.items, space.pages, space.partials, space.states,
+            q, k, v, out, k_cache, v_cache, work.items, space.pages[work.kv_group], space.partials, space.states,
             space.firsts if work.spec.latent else space.arrived,
             q if sinks is None else sinks,  # q: a layer without sinks does not read it
         )  # fmt: skip
@@ -209,6 +216,7 @@ class TritonBackend(AttentionBackend):
         return tuple(
             WorkList.allocate(
                 spec,
+                kv_group=kv_group,
                 dtype=limits.dtype,
                 decode=decode,
                 max_num_seqs=limits.max_num_seqs,
@@ -217,5 +225,5 @@ class TritonBackend(AttentionBackend):
                 interpreted=INTERPRETED,
                 device=limits.device,
             )
-            for spec in self.group_specs
+            for spec, kv_group in zip(self.group_specs, self.kv_group_of_group, strict=True)
         )

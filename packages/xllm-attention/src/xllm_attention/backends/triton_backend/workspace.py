@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import torch
 import triton
 
 from ...backend import Phase, Step
+from ...kv_groups import pages_of, slots_of
 from ...spec import AttentionSpec
 from ...triton_launch import KeyedLauncher
 from .tiles import Heads, Tiles, decode_tiles, interpreted_tiles, prefill_tiles
@@ -31,6 +32,7 @@ class WorkList:
     """The work list of one attention group, for decode or for other steps, and its size for a bucket."""
 
     spec: AttentionSpec
+    kv_group: int  # KV cache group of the layers, whose page table the list refers to
     tiles: Tiles
     decode: bool
     max_num_seqs: int
@@ -47,6 +49,7 @@ class WorkList:
         cls,
         spec: AttentionSpec,
         *,
+        kv_group: int = 0,
         dtype: torch.dtype,
         decode: bool,
         max_num_seqs: int,
@@ -62,8 +65,8 @@ class WorkList:
         empty = torch.empty(0, dtype=torch.int32, device=device)
         launch = KeyedLauncher(worklist_kernel)
         sizes = cls(
-            spec=spec, tiles=tiles, decode=decode, max_num_seqs=max_num_seqs, num_processors=num_processors,
-            heads=Heads.of(spec), items=empty, launch=launch,
+            spec=spec, kv_group=kv_group, tiles=tiles, decode=decode, max_num_seqs=max_num_seqs,
+            num_processors=num_processors, heads=Heads.of(spec), items=empty, launch=launch,
         )  # fmt: skip
         capacity = sizes.num_items(max_num_tokens, max_num_seqs)
         items = torch.zeros((capacity, ITEM_WIDTH.value), dtype=torch.int32, device=device)
@@ -103,7 +106,7 @@ class WorkList:
 
         Args:
             step: the step.
-            pages: target of the page indices.
+            pages: target of the page indices of the list's KV cache group.
             copies_pages: False if another list of the step copies them.
         """
         metadata = step.metadata
@@ -113,8 +116,8 @@ class WorkList:
             metadata.kv_cu_seq_lens,
             qo_indptr,
             metadata.paged_kv_indptr,
-            metadata.slot_mapping,
-            metadata.paged_kv_indices,
+            slots_of(metadata, self.kv_group),
+            pages_of(metadata, self.kv_group),
         )
         addresses: tuple[int, ...] = ()
         if step.graph:
@@ -163,7 +166,7 @@ class Workspace:
 
     def __init__(
         self, lists: tuple[WorkList, ...], *, max_num_seqs: int, max_num_tokens: int, max_num_pages: int,
-        device: torch.device,
+        device: torch.device, kv_groups: Collection[int],
     ) -> None:  # fmt: skip
         partials, states, arrivals = 1, 1, 1
         for work in lists:
@@ -175,9 +178,15 @@ class Workspace:
         self.states = torch.empty(states, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self.firsts = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self.pages = torch.zeros(max(1, max_num_pages), dtype=torch.int32, device=device)
-        self._slots = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
-        self.slots = self._slots[:0]
+        # By KV cache group.
+        self.pages = {
+            kv_group: torch.zeros(max(1, max_num_pages), dtype=torch.int32, device=device) for kv_group in kv_groups
+        }
+        self._max_num_pages = max(1, max_num_pages)
+        self._slots = {
+            kv_group: torch.zeros(max_num_tokens, dtype=torch.int32, device=device) for kv_group in kv_groups
+        }
+        self.slots = {kv_group: slots[:0] for kv_group, slots in self._slots.items()}
 
     def fill(self, step: Step) -> None:
         """Copies the slots of a step that is not decode, on the device and without waiting for it.
@@ -188,10 +197,11 @@ class Workspace:
         """
         metadata = step.metadata
         num_pages = 0 if step.graph else int(metadata.paged_kv_indptr_host.numpy()[-1])  # host memory
-        if num_pages > self.pages.shape[0]:
+        if num_pages > self._max_num_pages:
             raise ValueError(
-                f"the step has {num_pages} pages; sequences of max_model_len need {self.pages.shape[0]} at most"
+                f"the step has {num_pages} pages; sequences of max_model_len need {self._max_num_pages} at most"
             )
         if step.phase is not Phase.DECODE:
-            self.slots = self._slots[: step.num_tokens]
-            self.slots.copy_(metadata.slot_mapping)
+            for kv_group, buffer in self._slots.items():
+                self.slots[kv_group] = buffer[: step.num_tokens]
+                self.slots[kv_group].copy_(slots_of(metadata, kv_group))
