@@ -52,7 +52,7 @@ k = torch.zeros(4, 2, 16)
 cache, slots = torch.zeros(8, 4, 2, 16), torch.zeros(4, dtype=torch.int32)
 arguments = (k, k, cache, cache, slots)
 constants = {"K_STRIDES": k.stride(), "V_STRIDES": k.stride(), "K_CACHE_STRIDES": cache.stride(),
-             "V_CACHE_STRIDES": cache.stride(), "PAGE_SIZE": 4, "K": 2, "D": 16, "K_PAD": 2, "D_PAD": 16}
+             "V_CACHE_STRIDES": cache.stride(), "PAGE_SIZE": 4, "K": 2, "D": 16, "K_PAD": 2, "D_PAD": 16, "V_DIM": 0}
 options = {"num_warps": 4, "maxnreg": None, "launch_pdl": True}
 launch = KeyedLauncher(append_kernel)
 launch.prepare("one", arguments, constants, options)
