@@ -1,4 +1,4 @@
-"""Fills the tables of docs/graphs.md and docs/tensor-parallel.md from the result files.
+"""Fills the tables of docs/graphs.md, docs/layers.md and docs/tensor-parallel.md from the result files.
 
     python benchmarks/page_tables.py [--check]
 
@@ -13,11 +13,12 @@ import re
 import sys
 
 import collectives
+import layers_table
 import results as result_files
 import tested
 from table import table
 
-PAGES = tuple(result_files.ROOT / "docs" / name for name in ("graphs.md", "tensor-parallel.md"))
+PAGES = tuple(result_files.ROOT / "docs" / name for name in ("graphs.md", "layers.md", "tensor-parallel.md"))
 _TABLE = re.compile(r"(<!-- table of (\S+\.json) -->\n\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
 
@@ -32,6 +33,8 @@ def _table_of(name: str) -> str:
         return tested.table(result_files.RESULTS.glob(name))
     if name.startswith("collectives"):
         return collectives.table(result_files.read(path, "collectives")["results"]["rows"])
+    if name.startswith("layers"):
+        return layers_table.table(result_files.read(path, "layers")["results"])
     return table(result_files.read(path, "sweep"))
 
 

@@ -2,7 +2,7 @@
 # Runs GPU tests and benchmarks on a host without a package registry. Only wheels from the folder .wheels are installed.
 #
 #   ci/gpu.sh [--attention] [--graph] [--models] [--integration] [--worker] [--bench-attention] [--bench-ops]
-#             [--bench-sweep] [--tp N] [--bench-collectives N] [--device cpu] [--out DIR]
+#             [--bench-layers] [--bench-sweep] [--bench-shapes] [--tp N] [--bench-collectives N] [--device cpu] [--out DIR]
 #
 # Without an option, all tests run, but no benchmark. --worker builds the C++ worker and the bridge's step benchmark with
 # the host's cmake and compiler, then runs both; with --device cpu this works without a GPU. --tp N runs the tests and the
@@ -21,7 +21,8 @@ while [ $# -gt 0 ]; do
     --out) out="$2"; shift ;;
     --device) device="$2" name="$2"; shift ;;
     --tp | --bench-collectives) tp="$2"; parts+=("${1#--}"); shift ;;
-    --attention | --graph | --models | --integration | --worker | --bench-attention | --bench-ops | --bench-sweep)
+    --attention | --graph | --models | --integration | --worker | --bench-attention | --bench-ops | --bench-layers | \
+      --bench-sweep | --bench-shapes)
       parts+=("${1#--}")
       ;;
     *) echo "unknown argument: $1" >&2; exit 2 ;;
@@ -114,7 +115,14 @@ run_part() {
     worker) worker ;;
     bench-attention) python3 benchmarks/attention.py --out "$out/attention-h200.json" ;;
     bench-ops) python3 benchmarks/ops.py --device cuda --out "$out/ops-h200.json" ;;
+    bench-layers) python3 benchmarks/layers.py --out "$out/layers-h200.json" ;;
     bench-sweep) sweep sweep ;;
+    bench-shapes)
+      for shape in deepseek-v3 qwen3-next; do
+        sweep "sweep-$shape" --shape "$shape" --modes eager,graph --batches 1,8,32,100 --eager-repeats 1 || code=$?
+      done
+      return "$code"
+      ;;
     bench-collectives)
       timeout --foreground 120 python3 benchmarks/collectives.py --tp "$tp" --out "$out/collectives-tp$tp-h200.json"
       ;;

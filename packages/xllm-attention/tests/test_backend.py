@@ -164,6 +164,24 @@ def test_capabilities(spec: AttentionSpec, capabilities: BackendCapabilities, re
     assert capabilities.refusal(spec, LIMITS) == refusal
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "refusal"),
+    [
+        (BackendCapabilities(), "latent keys; served are layers with keys and values"),
+        (BackendCapabilities(latent=True), None),
+        (BackendCapabilities(latent=True, head_dims=frozenset({64})), None),
+        (BackendCapabilities(latent=True, latent_dims=frozenset({(576, 512)})), None),
+        (
+            BackendCapabilities(latent=True, latent_dims=frozenset({(96, 64), (24, 16)})),
+            "latent head_dim and v_head_dim (576, 512); served are [(24, 16), (96, 64)]",
+        ),
+    ],
+)
+def test_latent_capabilities(capabilities: BackendCapabilities, refusal: str | None) -> None:
+    latent = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=576, v_head_dim=512, latent=True, scale=1.0)
+    assert capabilities.refusal(latent, LIMITS) == refusal
+
+
 def test_unserved_dtype(spec: AttentionSpec) -> None:
     with pytest.raises(ValueError, match=r"'torch' cannot serve layer 0: dtype torch.int8"):
         create_backend("torch", [spec], replace(LIMITS, dtype=torch.int8))
