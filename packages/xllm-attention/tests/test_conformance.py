@@ -23,6 +23,7 @@ def test_table(torch_factory: BackendFactory, case: Case) -> None:
         dtypes=(torch.float32, torch.float16, torch.bfloat16, torch.float64),
         v_head_dims=True,
         latent=True,
+        fp8=True,
         kv_groups=True,
     )
 )
@@ -31,7 +32,7 @@ def test_random_batches(torch_factory: BackendFactory, case: Case) -> None:
     assert run_case(torch_factory, case).refused is None
 
 
-@given(case=cases(graph=True, v_head_dims=True, latent=True, kv_groups=True))
+@given(case=cases(graph=True, v_head_dims=True, latent=True, fp8=True, kv_groups=True))
 @_SETTINGS
 def test_random_graph_decode(torch_factory: BackendFactory, case: Case) -> None:
     assert run_case(torch_factory, case).refused is None

@@ -13,6 +13,7 @@ import torch
 
 from xllm_attention import AttentionBackend, AttentionSpec, BackendCapabilities, Phase, Step
 from xllm_attention.conformance import CASES, Case, ConformanceError, check_large_cache, run_case
+from xllm_attention.fp8_cache import FP8, quantize
 from xllm_attention.kv_groups import pages_of, slots_of
 
 
@@ -21,7 +22,12 @@ class PlainBackend(AttentionBackend):
 
     name = "plain"
     capabilities = BackendCapabilities(
-        full_graph_phases=frozenset({Phase.DECODE}), sinks=True, v_head_dims=True, latent=True, kv_groups=True
+        full_graph_phases=frozenset({Phase.DECODE}),
+        sinks=True,
+        v_head_dims=True,
+        latent=True,
+        kv_groups=True,
+        cache_dtypes=frozenset({FP8}),
     )
 
     def __init__(self, *args: Any, fault: str = "", **kwargs: Any) -> None:
@@ -70,7 +76,8 @@ class PlainBackend(AttentionBackend):
     def append(self, k: torch.Tensor, v: torch.Tensor, layer_id: int) -> None:
         for row, slot in enumerate(self.slots[self.kv_group_of_layer[layer_id]]):
             latent = self.specs[layer_id].latent and self.fault != "appends values over keys"
-            for cache, values in zip(self.caches[layer_id], (k,) if latent else (k, v), strict=False):
+            scales = self.scales_of(layer_id)
+            for cache, values, scale in zip(self.caches[layer_id], (k,) if latent else (k, v), scales, strict=False):
                 target = slot
                 if slot < 0 and self.fault == "slot -1 writes the last slot":
                     target = cache.shape[0] * self.page_size - 1
@@ -81,7 +88,22 @@ class PlainBackend(AttentionBackend):
                 if self.fault == "int32 offsets":
                     size = cache[0, 0].numel()
                     target = ((target * size + 2**31) % 2**32 - 2**31) // size
-                cache[target // self.page_size, target % self.page_size] = values[row]
+                cache[target // self.page_size, target % self.page_size] = self.entry(values[row], scale)
+
+    def scales_of(self, layer_id: int) -> tuple[float | None, float | None]:
+        """(k_scale, v_scale) of a layer; None without an fp8 cache."""
+        scales = self.cache_scales[0 if self.fault == "scales of layer 0 in all layers" else layer_id]
+        if scales is None:
+            return None, None
+        return (scales.v, scales.k) if self.fault == "scales of keys and values swapped" else (scales.k, scales.v)
+
+    def entry(self, values: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """What the cache holds of a token."""
+        if scale is None:
+            return values
+        if self.fault == "infinity becomes 448":
+            return (values.float() / scale).clamp(-448, 448).to(FP8)
+        return quantize(values, scale)
 
     def attend(self, q: torch.Tensor, out: torch.Tensor, layer_id: int, sinks: torch.Tensor | None) -> None:
         if self.fault != "tail left as it was":
@@ -91,7 +113,11 @@ class PlainBackend(AttentionBackend):
             q[: self.rows[-1]] *= 2.0
         page_tables = self.pages[self.kv_group_of_layer[layer_id]]
         for (first, end), kv_len, pages in zip(pairwise(self.rows), self.kv_lens, page_tables, strict=True):
-            k, v = (cache[pages].flatten(0, 1).float() for cache in self.caches[layer_id])
+            k, v = (
+                cache[pages].flatten(0, 1).float()
+                * (1.0 if scale is None or self.fault == "reads fp8 unscaled" else scale)
+                for cache, scale in zip(self.caches[layer_id], self.scales_of(layer_id), strict=True)
+            )
             if self.specs[layer_id].latent and self.fault == "values of the last elements of the keys":
                 v = k[..., -self.specs[layer_id].value_head_dim :]
             if not self.specs[layer_id].latent and self.fault == "values of the keys":
@@ -266,6 +292,28 @@ def test_fault_of_kv_cache_groups_is_found_in_every_phase(fault: str, phase: str
     found = _error(fault, next(case for case in CASES if case.name == f"{phase}-kvgroups"))
     assert found is not None
     assert re.search(FAULTS[fault], found)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "scales of layer 0 in all layers",
+        "scales of keys and values swapped",
+        "reads fp8 unscaled",
+    ],
+)
+@pytest.mark.parametrize("phase", ["decode-fp8-all", "prefill-fp8-all", "mixed-fp8-all", "graph-decode-fp8"])
+def test_fault_of_an_fp8_cache_is_found_in_every_phase(fault: str, phase: str) -> None:
+    found = _error(fault, next(case for case in CASES if case.name == phase))
+    assert found is not None
+    assert re.search(f"{ERROR}|is written wrongly", found)
+
+
+@pytest.mark.parametrize("phase", ["bad-prefill", "bad-chunk"])
+def test_infinity_in_an_fp8_cache_must_not_become_finite(phase: str) -> None:
+    found = _error("infinity becomes 448", next(case for case in CASES if case.name == f"{phase}-infinite-fp8"))
+    assert found is not None
+    assert "is finite, but sees a key or value that is not" in found
 
 
 def test_int32_offsets_are_found() -> None:

@@ -39,6 +39,8 @@ decode-sinks decode-sinks-windows-group5 decode-sinks-fp16-dim80 prefill-sinks-c
 mixed-sinks-windows-group5 empty-decode-rows-sinks graph-decode-sinks-windows bad-chunk-sinks
 bad-prefill-latent bad-prefill-v-latent bad-chunk-v-latent decode-latent mixed-latent decode-latent576-group16
 mixed-latent576-fp16 prefill-latent-all mixed-latent-heads_first graph-decode-latent long-decode-latent
+decode-fp8 prefill-fp8 mixed-fp8 mixed-fp8-fp16-dim128 decode-fp8-dim80-group3 decode-fp8-all mixed-fp8-all
+prefill-fp8-page1 mixed-fp8-heads_first graph-decode-fp8 bad-prefill-fp8 bad-chunk-infinite-fp8 bad-chunk-v-fp8
 """
 BY_NAME = {case.name: case for case in CASES}
 SMALLER = (
@@ -104,7 +106,7 @@ def test_long_and_few(case: Case) -> None:
     assert run_case(FACTORY, case).refused is None
 
 
-@given(case=cases(dtypes=(torch.float32, torch.float16), kv_groups=True))
+@given(case=cases(dtypes=(torch.float32, torch.float16), fp8=True, kv_groups=True))
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_batches(case: Case) -> None:
     assert run_case(FACTORY, case).refused is None
@@ -236,7 +238,7 @@ from xllm_attention.backends.triton_backend.worklist import ITEM_WIDTH, worklist
 def build(kernel, types, constants, options):
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "")[:1] == "*"}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -250,6 +252,11 @@ kind, dtype, head_dim, group, window, cap, paged, sinks, v_dim = eval(sys.argv[1
 spec = AttentionSpec(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window,
                      logits_soft_cap=cap, sinks=sinks, v_head_dim=v_dim, latent=v_dim > 0)
 heads = Heads.of(spec)
+dtype, _, cache_dtype = dtype.partition("-")
+cached = "*" + (cache_dtype or dtype)
+scales = ("k_scale", "v_scale")
+scale_types = dict.fromkeys(scales, "fp32") if cache_dtype else {}
+no_scales = {} if cache_dtype else dict.fromkeys(scales)
 torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
 decode = kind == "decode"
 tiles = (decode_tiles if decode else prefill_tiles)(spec, torch_dtype)
@@ -257,9 +264,9 @@ cache = (32 * head_dim, 2 * head_dim, head_dim, 1)
 caches = {"K_CACHE_STRIDES": cache, "V_CACHE_STRIDES": cache}
 rows = ((2 * group + 4) * head_dim, head_dim, 1)
 d_pad = triton.next_power_of_2(heads.dim)
-data = {name: "*" + dtype for name in ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr")}
+data = {"k_ptr": "*" + dtype, "v_ptr": "*" + dtype, "k_cache_ptr": cached, "v_cache_ptr": cached, **scale_types}
 build(append_kernel, {**data, "slots_ptr": "*i32"},
-      {"K_STRIDES": rows, "V_STRIDES": rows, **caches, "PAGE_SIZE": 16, "K": 2, "D": head_dim, "K_PAD": 2,
+      {**no_scales, "K_STRIDES": rows, "V_STRIDES": rows, **caches, "PAGE_SIZE": 16, "K": 2, "D": head_dim, "K_PAD": 2,
        "D_PAD": triton.next_power_of_2(head_dim), "V_DIM": v_dim}, {})
 pointers = ("kv_indptr_ptr", "qo_indptr_ptr", "table_indptr_ptr", "slots_ptr", "pages_ptr", "kept_ptr", "items_ptr")
 build(worklist_kernel, {name: "*i32" for name in pointers},
@@ -267,9 +274,10 @@ build(worklist_kernel, {name: "*i32" for name in pointers},
        "LEAST_UNITS": tiles.least_units, "ENOUGH_UNITS": tiles.enough_units, "BLOCK_B": 128, "BLOCK_I": 32}, {})
 data = {name: "*" + dtype for name in ("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr", "k_cache_ptr", "v_cache_ptr",
                                         "sinks_ptr")}
+data |= {"k_cache_ptr": cached, "v_cache_ptr": cached, **scale_types}
 data |= {"items_ptr": "*i32", "pages_ptr": "*i32", "arrived_ptr": "*i32", "partial_ptr": "*fp32", "state_ptr": "*fp32"}
 build(attend_kernel, data,
-      {"Q_STRIDES": rows, "K_NEW_STRIDES": rows, "V_NEW_STRIDES": rows,
+      {**no_scales, "Q_STRIDES": rows, "K_NEW_STRIDES": rows, "V_NEW_STRIDES": rows,
        "OUT_STRIDES": (2 * group * head_dim, head_dim, 1), **caches, "scale": 0.1, "soft_cap": cap,
        "G": heads.block_heads, "K": heads.num_blocks, "D": heads.dim, "D_PAD": d_pad, "PAGE_SIZE": 16,
        "WINDOW": window, "CAP": cap > 0, "SINKS": sinks, "REST": heads.rest_dim, "REST_PAD": max(16, heads.rest_dim),
@@ -298,6 +306,10 @@ if spec.latent:
         ("decode", "bf16", 576, 128, 0, 0.0, True, False, 512),
         ("decode", "bf16", 576, 16, 0, 0.0, True, False, 512),
         ("decode", "fp32", 576, 16, 0, 0.0, True, False, 512),
+        ("decode", "bf16-fp8e4nv", 128, 2, 0, 0.0, True, False, 0),
+        ("decode", "fp32-fp8e4nv", 64, 8, 7, 1.5, True, True, 0),
+        ("many", "bf16-fp8e4nv", 128, 2, 0, 0.0, True, False, 0),
+        ("many", "fp16-fp8e4nv", 64, 8, 128, 1.5, True, True, 0),
         ("many", "bf16", 256, 4, 0, 0.0, True, False, 0),
         ("many", "bf16", 128, 2, 0, 0.0, False, False, 0),
         ("many", "fp16", 96, 3, 7, 1.5, True, False, 0),

@@ -50,7 +50,7 @@ from xllm_attention.triton_launch import KeyedLauncher
 
 k = torch.zeros(4, 2, 16)
 cache, slots = torch.zeros(8, 4, 2, 16), torch.zeros(4, dtype=torch.int32)
-arguments = (k, k, cache, cache, slots)
+arguments = (k, k, cache, cache, slots, None, None)  # no scales
 constants = {"K_STRIDES": k.stride(), "V_STRIDES": k.stride(), "K_CACHE_STRIDES": cache.stride(),
              "V_CACHE_STRIDES": cache.stride(), "PAGE_SIZE": 4, "K": 2, "D": 16, "K_PAD": 2, "D_PAD": 16, "V_DIM": 0}
 options = {"num_warps": 4, "maxnreg": None, "launch_pdl": True}
@@ -66,11 +66,11 @@ assert [call[:5] for call in launched] == [(grid, 1, 1, 7, "function") for grid 
 launch.bind("one", (5, 1, 1), arguments, constants, options)()
 bound = launched.pop()
 assert bound[:5] == (5, 1, 1, 7, "function"), bound
-assert bound[9:14] == tuple(tensor.data_ptr() for tensor in arguments), bound
-assert bound[14:] == tuple(constants.values()), bound
+assert bound[9:16] == (*[tensor.data_ptr() for tensor in arguments[:5]], None, None), bound
+assert bound[16:] == tuple(constants.values()), bound
 for call in launched:
-    assert all(ours is theirs for ours, theirs in zip(call[9:14], arguments)), call
-    assert call[14:] == tuple(constants.values()), call
+    assert all(ours is theirs for ours, theirs in zip(call[9:16], arguments)), call
+    assert call[16:] == tuple(constants.values()), call
 """
 
 PLANNED = """

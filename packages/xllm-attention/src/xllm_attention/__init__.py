@@ -7,6 +7,7 @@ kernel library.
 
 from .backend import AttentionBackend, BackendCapabilities, Phase, Step
 from .context import current_backend, forward_context
+from .fp8_cache import CacheScales
 from .gated_delta_net import GatedDeltaNetSpec
 from .kv_groups import group_windows, kv_groups
 from .layer import Attention
@@ -21,6 +22,7 @@ __all__ = [
     "AttentionSpec",
     "BackendCapabilities",
     "BackendLimits",
+    "CacheScales",
     "GatedDeltaNetSpec",
     "LayerSpec",
     "Phase",

@@ -17,6 +17,7 @@ import torch
 from xllm_metadata import AttentionMetadata, LayerCache, check_step
 
 from .binding import check_caches
+from .fp8_cache import CacheScales
 from .kv_groups import GROUP_FIELDS, kv_groups
 from .limits import BackendLimits
 from .spec import AttentionSpec, LayerSpec
@@ -56,6 +57,8 @@ class BackendCapabilities:
     latent_dims: frozenset[tuple[int, int]] | None = None  # (head_dim, v_head_dim) of these layers
     sinks: bool = False  # serves layers with attention sinks
     kv_groups: bool = False  # page tables per KV cache group; never reads a freed page's content
+    cache_dtypes: frozenset[torch.dtype] = frozenset()  # of caches, besides the queries' dtype
+    fp8_compute_capability: tuple[int, int] = (0, 0)  # of the least CUDA device that fp8 caches are served on
 
     def refusal(self, spec: AttentionSpec, limits: BackendLimits) -> str | None:
         """Why the combination cannot be served, as `thing value; served are ...`; None when it can."""
@@ -70,6 +73,8 @@ class BackendCapabilities:
             return f"latent head_dim and v_head_dim {dims}; served are {sorted(self.latent_dims)}"
         if spec.v_head_dim and not spec.latent and not self.v_head_dims:
             return f"v_head_dim {spec.v_head_dim}; served is that of the keys, {spec.head_dim}"
+        if spec.cache_dtype is not None and (refusal := self._cache_refusal(spec, spec.cache_dtype, limits)):
+            return refusal
         for thing, value, served in (
             ("dtype", limits.dtype, self.dtypes),
             ("head_dim", spec.head_dim, None if spec.latent else self.head_dims),
@@ -79,6 +84,19 @@ class BackendCapabilities:
             if served is not None and value not in served:
                 listed = sorted(served, key=lambda one: (one if isinstance(one, int) else 0, str(one)))
                 return f"{thing} {value}; served are {listed}"
+        return None
+
+    def _cache_refusal(self, spec: AttentionSpec, dtype: torch.dtype, limits: BackendLimits) -> str | None:
+        if dtype not in self.cache_dtypes:
+            listed = sorted(map(str, self.cache_dtypes)) or "those of the queries' dtype"
+            return f"a cache of {dtype}; served are {listed}"
+        if spec.latent:
+            return f"a cache of {dtype} with latent keys; served are layers with keys and values"
+        if limits.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(limits.device)
+            if capability < self.fp8_compute_capability:
+                found, least = (".".join(map(str, one)) for one in (capability, self.fp8_compute_capability))
+                return f"a cache of {dtype} on compute capability {found}; served are {least} and later"
         return None
 
 
@@ -163,6 +181,15 @@ class AttentionBackend(ABC):
         if self._page_size is None:
             raise RuntimeError("page_size was read before bind_kv_caches")
         return self._page_size
+
+    @property
+    def cache_scales(self) -> tuple[CacheScales | None, ...]:
+        """For each attention layer, the scales of its fp8 cache; None where the cache has the queries' dtype.
+
+        Their numbers may be set after the caches are bound, when the model's weights are loaded.
+        """
+        specs = (self.specs[layer_id] for layer_id in self.attention_layers)
+        return tuple(spec.cache_scales for spec in specs if isinstance(spec, AttentionSpec))
 
     @property
     def optional_fields(self) -> frozenset[str]:

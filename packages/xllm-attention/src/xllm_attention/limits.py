@@ -13,7 +13,7 @@ class BackendLimits:
 
     Attributes:
         device: of the caches, the queries and the metadata's device tensors.
-        dtype: of queries and caches.
+        dtype: of queries, and of caches whose spec has no cache_dtype.
         max_num_seqs: most sequences per step, padding rows of a graph bucket included.
         max_num_tokens: most tokens per step, padding included.
         max_model_len: largest KV length of a sequence.

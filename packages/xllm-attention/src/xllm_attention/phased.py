@@ -37,6 +37,7 @@ class PhasedBackend(AttentionBackend):
             v_head_dims=all(backend.capabilities.v_head_dims for backend in by_phase.values()),
             latent=all(backend.capabilities.latent for backend in by_phase.values()),
             kv_groups=all(backend.capabilities.kv_groups for backend in by_phase.values()),
+            cache_dtypes=frozenset.intersection(*(backend.capabilities.cache_dtypes for backend in by_phase.values())),
         )
         super().__init__(specs, limits)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from xllm_metadata import CacheSpec
+
+from .fp8_cache import FP8, CacheScales
 
 
 class LayerSpec(Protocol):
@@ -40,6 +42,8 @@ class AttentionSpec:
         sinks: whether each query head has an attention sink, a learned logit without a value. It is neither scaled nor
             capped. Every query sees it, whatever the window.
         shared_cache: whether the layer's cache may share memory: its k with its v, and with those of other such layers.
+        cache_dtype: of the cache, if it is not the model's: float8_e4m3fn; None is the model's.
+        cache_scales: of an fp8 cache. Specs that differ in them only are equal, so that their layers form one group.
 
     Raises:
         ValueError: names the attribute, its value and the limit.
@@ -55,6 +59,8 @@ class AttentionSpec:
     latent: bool = False
     sinks: bool = False
     shared_cache: bool = False
+    cache_dtype: torch.dtype | None = None
+    cache_scales: CacheScales | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -74,6 +80,12 @@ class AttentionSpec:
             raise ValueError(f"v_head_dim is {self.v_head_dim}; it must be at least 0 (0: head_dim)")
         if self.latent and self.value_head_dim > self.head_dim:
             raise ValueError(f"v_head_dim is {self.v_head_dim}; a latent layer has values of at most {self.head_dim}")
+        if self.cache_dtype not in (None, FP8):
+            raise ValueError(f"cache_dtype is {self.cache_dtype}; it must be {FP8}, or None for the model's dtype")
+        if self.cache_scales is not None and self.cache_dtype is None:
+            raise ValueError(f"cache_scales is {self.cache_scales}; a cache of the model's dtype has none")
+        if self.cache_dtype is not None and self.cache_scales is None:
+            object.__setattr__(self, "cache_scales", CacheScales())
         if self.v_head_dim == self.head_dim:
             object.__setattr__(self, "v_head_dim", 0)  # frozen; equal layers have equal specs, and so one group
 
@@ -89,6 +101,7 @@ class AttentionSpec:
 
     def cache_specs(self, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
         """k, and v unless the layer is latent; both paged."""
+        dtype = self.cache_dtype or dtype
         k = CacheSpec("k", (self.num_kv_heads, self.head_dim), dtype)
         v = CacheSpec("v", (self.num_kv_heads, self.value_head_dim), dtype)
         return (k,) if self.latent else (k, v)

@@ -9,10 +9,14 @@ from typing import Final
 
 import torch
 
+from ..fp8_cache import FP8, CacheScales
 from ..spec import AttentionSpec
 
 EMPTY: Final = -1
 """Stands for a sequence in a decode step: a row of KV length 0, which writes nothing and gets output 0."""
+
+FP8_SCALES: Final = ((0.02, 0.004), (1.0, 1.0), (0.0037, 3.0))
+"""(k_scale, v_scale) of the layers of a case with fp8 caches, repeated. At 0.004 some values are clamped."""
 
 
 class CacheLayout(Enum):
@@ -40,6 +44,7 @@ class Case:
             NaN, which it must not read.
         kv_groups: each window size has a page table of its own. Pages that have left a window are freed: the entry in
             the table is the page that no sequence owns, and their content becomes `poison`.
+        fp8: every layer has an fp8 cache, with scales of its own.
         bucket: pad the step's tokens, and in decode its sequences, to this number in persistent buffers; in other
             phases two sequences without tokens are added.
         extra_rows: rows of q, k, v and out beyond the step's tokens.
@@ -62,6 +67,7 @@ class Case:
     sinks: bool = False
     v_head_dim: int = 0
     latent: bool = False
+    fp8: bool = False
     dtype: torch.dtype = torch.float32
     page_size: int = 16
     kv_groups: bool = False
@@ -96,8 +102,10 @@ class Case:
                 sinks=self.sinks,
                 v_head_dim=self.v_head_dim,
                 latent=self.latent,
+                cache_dtype=FP8 if self.fp8 else None,
+                cache_scales=CacheScales(*FP8_SCALES[layer % len(FP8_SCALES)]) if self.fp8 else None,
             )
-            for window in self.windows
+            for layer, window in enumerate(self.windows)
         )
 
     @property

@@ -60,6 +60,7 @@ def _varied() -> tuple[Case, ...]:
     cases += _named(tuple(replace(c, windows=(0, 7, 0, 7, 16)) for c in base), "groups3")
     cases += _sinks(base)
     cases += _value_dims(base)
+    cases += _fp8(base)
     for layout in (CacheLayout.KV_INTERLEAVED, CacheLayout.HEADS_FIRST):
         cases += _named(tuple(replace(c, layout=layout) for c in base), layout.value)
     cases += _named(tuple(replace(c, poison=300.0) for c in base), "garbage")
@@ -124,6 +125,23 @@ def _value_dims(base: tuple[Case, ...]) -> tuple[Case, ...]:
     cases += _named(
         tuple(replace(c, layout=CacheLayout.HEADS_FIRST, num_kv_heads=2) for c in small), "latent-heads_first"
     )
+    return tuple(cases)
+
+
+def _fp8(base: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Caches in fp8, with all else that changes how keys are read, scored or written."""
+    base = tuple(replace(case, fp8=True) for case in base)
+    cases = list(_named(base, "fp8"))
+    for dtype, label in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        cases += _named(tuple(replace(c, dtype=dtype, head_dim=128, num_heads=16) for c in base), f"fp8-{label}-dim128")
+    cases += _named(tuple(replace(c, head_dim=80, num_heads=6) for c in base), "fp8-dim80-group3")
+    cases += _named(tuple(replace(c, head_dim=256, num_heads=2) for c in base), "fp8-dim256-group1")
+    cases += _named(tuple(replace(c, windows=(0, 7, 0), soft_cap=1.5, sinks=True) for c in base), "fp8-all")
+    cases += _named(tuple(replace(c, fp8=True, windows=(0, 2)) for c in _shapes(1)), "fp8-page1")
+    cases += _named(tuple(replace(c, poison=300.0) for c in base), "fp8-garbage")
+    cases += _named(tuple(replace(c, v_head_dim=32) for c in base), "fp8-vdim32")
+    for layout in (CacheLayout.KV_INTERLEAVED, CacheLayout.HEADS_FIRST):
+        cases += _named(tuple(replace(c, layout=layout) for c in base), f"fp8-{layout.value}")
     return tuple(cases)
 
 
@@ -223,6 +241,8 @@ def _padded() -> tuple[Case, ...]:
         ("-kvgroups", replace(cases[0], windows=(0, 1, 16, 17), kv_groups=True)),
         ("-kvgroups-sinks", replace(cases[0], windows=(5, 0), sinks=True, kv_groups=True, page_size=4)),
         ("-latent", replace(cases[0], latent=True, num_kv_heads=1, head_dim=24, v_head_dim=16, windows=(0, 16))),
+        ("-fp8", replace(cases[0], fp8=True, windows=(0, 16, 0))),
+        ("-fp8-bf16", replace(cases[0], fp8=True, dtype=torch.bfloat16, head_dim=128, num_heads=10)),
         ("-latent576", replace(cases[0], latent=True, num_kv_heads=1, head_dim=576, v_head_dim=512, num_heads=16)),
     ):
         cases.append(replace(case, name=f"graph-decode{label}", graph=True, extra_rows=0))
@@ -255,6 +275,9 @@ def _bad() -> tuple[Case, ...]:
             replace(case, name=f"{case.name}-cap", soft_cap=1.5),
             replace(case, name=f"{case.name}-sinks", sinks=True, windows=(0, 7)),
             replace(case, name=f"{case.name}-v-vdim", bad_v_only=True, v_head_dim=24),
+            replace(case, name=f"{case.name}-fp8", fp8=True),
+            replace(case, name=f"{case.name}-infinite-fp8", bad_value=math.inf, fp8=True, windows=(0, 7)),
+            replace(case, name=f"{case.name}-v-fp8", bad_v_only=True, bad_value=-math.inf, fp8=True),
             replace(case, name=f"{case.name}-latent", latent=True, num_kv_heads=1, head_dim=24, v_head_dim=16),
             replace(
                 case,
@@ -301,6 +324,9 @@ def _long() -> tuple[Case, ...]:
             head_dim=96,
             v_head_dim=64,
         ),
+        Case(name="long-decode-fp8", prefix_lens=(3000, 1, 800), steps=_decode(3, 2), windows=(0, 1000), fp8=True),
+        Case(name="long-chunk-fp8", prefix_lens=(700, 3), steps=(((0, 300), (1, 1)),), windows=(0, 250), fp8=True),
+        Case(name="long-prefill-fp8", prefix_lens=(0,), steps=(((0, 500),),), num_heads=2, fp8=True),
         Case(name="long-chunk-cap", prefix_lens=(400,), steps=(((0, 300),),), soft_cap=1.5, num_heads=2),
     )
 

@@ -20,7 +20,7 @@ from xllm_metadata import (
 )
 
 from ..kv_groups import GROUP_FIELDS, kv_groups
-from .case import EMPTY, CacheLayout, Case
+from .case import EMPTY, FP8_SCALES, CacheLayout, Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,16 @@ class BackendHarness:
             tables, self.num_pages = _page_tables(case, rng)
             self.tables.append(tables)
         self.caches = [_make_cache(case, self.num_pages, device) for _ in case.windows]
-        # Per layer and sequence: all keys [L, K, D] and values [L, K, V] so far, in the case's dtype on the CPU.
+        # Per layer and sequence: all keys [L, K, D] and values [L, K, V] so far, as the cache holds them, in the case's
+        # dtype (fp64 for fp8 caches) on the CPU.
         self.history: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-        for cache, group in zip(self.caches, self.kv_groups, strict=True):
+        for layer, (cache, group) in enumerate(zip(self.caches, self.kv_groups, strict=True)):
             self.history.append([])
             for seq, prefix_len in enumerate(case.prefix_lens):
                 _, k, v = self.split(self._random(prefix_len, self.width))
-                self.history[-1].append((k, v))
+                self.history[-1].append(self._cached(layer, k, v))
                 slots = torch.tensor([self._slot(group, seq, p) for p in range(prefix_len)], dtype=torch.int64)
-                write(cache, slots, k, v)
+                self.write(cache, layer, slots, k, v)
         self.sinks = tuple(self._draw_sinks() for _ in case.windows)
         self._static: StaticAttentionMetadata | None = None
 
@@ -119,6 +120,25 @@ class BackendHarness:
             return q, k, k[..., : case.value_head_dim]
         return q, k, qkv[:, v_begin:].view(num_rows, case.num_kv_heads, case.value_head_dim)
 
+    def write(self, cache: LayerCache, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes k [n, K, D] and v [n, K, V] at the slots [n] of a cache of the layer; a latent one has no v cache."""
+        scales = FP8_SCALES[layer % len(FP8_SCALES)]
+        for tensor, values, scale in ((cache.k, k, scales[0]), (cache.v, v, scales[1])):
+            if tensor is None:
+                continue
+            entries = nearest_fp8(values, scale).to(tensor.dtype) if self.case.fp8 else values
+            for slot, entry in zip(slots.tolist(), entries.to(tensor.device), strict=True):
+                tensor[slot // tensor.shape[1], slot % tensor.shape[1]] = entry
+
+    def _cached(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that a cache of the layer holds after k and v were written to it."""
+        if not self.case.fp8:
+            return k, v
+        scales = torch.tensor(FP8_SCALES[layer % len(FP8_SCALES)], dtype=torch.float32)  # rounded as the kernels' are
+        return tuple(
+            nearest_fp8(values, scale).double() * scale for values, scale in zip((k, v), scales.tolist(), strict=True)
+        )
+
     def _draw_sinks(self) -> torch.Tensor | None:
         """[H] sinks of one layer: some matter little next to the scores, some outweigh them."""
         if not self.case.sinks:
@@ -145,7 +165,8 @@ class BackendHarness:
         for seq, first, num_tokens in rows:
             old_k, old_v = self.history[layer][seq]
             new = slice(first, first + num_tokens)
-            self.history[layer][seq] = (torch.cat([old_k, k[new]]), torch.cat([old_v, v[new]]))
+            new_k, new_v = self._cached(layer, k[new], v[new])
+            self.history[layer][seq] = (torch.cat([old_k, new_k]), torch.cat([old_v, new_v]))
         return qkv.to(self.device)
 
     def _free_pages(self) -> None:
@@ -205,14 +226,18 @@ class BackendHarness:
         return torch.randn(shape, generator=self._generator).to(self.case.dtype)
 
 
-def write(cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Writes k [n, K, D] and v [n, K, V] at the slots [n] of a layer's cache; a latent layer has no v cache."""
-    for tensor, values in ((cache.k, k), (cache.v, v)):
-        if tensor is None:
-            continue
-        page_size = tensor.shape[1]
-        for slot, value in zip(slots.tolist(), values.to(tensor.device), strict=True):
-            tensor[slot // page_size, slot % page_size] = value
+def nearest_fp8(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """values / scale as the nearest e4m3 number, in fp32; a tie goes to the even one, and what is not finite to NaN.
+
+    Looked up in the table of all numbers, so that it shares no code with the backends.
+    """
+    table = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # 0 to 448
+    scaled = values.cpu().float() / torch.tensor(scale)
+    size = scaled.abs().nan_to_num(0.0)
+    middles = (table[1:] + table[:-1]) / 2
+    below, above = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
+    code = torch.where(below % 2 == 0, below, above)  # they differ at a tie
+    return torch.where(values.cpu().isfinite(), table[code].copysign(scaled), torch.nan)
 
 
 def _to_decode_step(
@@ -244,18 +269,19 @@ def _page_tables(case: Case, rng: random.Random) -> tuple[list[list[int]], int]:
 
 def _make_cache(case: Case, num_pages: int, device: torch.device) -> LayerCache:
     """A layer's cache, poisoned throughout: k [num_pages, page_size, K, D], and v [..., V] unless it is latent."""
+    dtype = torch.float8_e4m3fn if case.fp8 else case.dtype
     k, p, d, v = case.num_kv_heads, case.page_size, case.head_dim, case.value_head_dim
     if case.layout is CacheLayout.KV_INTERLEAVED:
-        both = torch.full((num_pages, 2, p, k, max(d, v)), case.poison, dtype=case.dtype, device=device)
+        both = torch.full((num_pages, 2, p, k, max(d, v)), case.poison, dtype=dtype, device=device)
         pair = (both[:, 0, ..., :d], both[:, 1, ..., :v])
     elif case.layout is CacheLayout.HEADS_FIRST:
         first, second = (
-            torch.full((num_pages, k, p, size), case.poison, dtype=case.dtype, device=device) for size in (d, v)
+            torch.full((num_pages, k, p, size), case.poison, dtype=dtype, device=device) for size in (d, v)
         )
         pair = (first.transpose(1, 2), second.transpose(1, 2))
     else:
         first, second = (
-            torch.full((num_pages, p, k, size), case.poison, dtype=case.dtype, device=device) for size in (d, v)
+            torch.full((num_pages, p, k, size), case.poison, dtype=dtype, device=device) for size in (d, v)
         )
         pair = (first, second)
     return LayerCache(k=pair[0]) if case.latent else LayerCache(k=pair[0], v=pair[1])

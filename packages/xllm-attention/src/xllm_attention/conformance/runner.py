@@ -14,7 +14,7 @@ from ..backend import AttentionBackend, Phase
 from ..limits import BackendLimits
 from ..spec import AttentionSpec
 from .case import CacheLayout, Case
-from .harness import BackendHarness, StepInputs, write
+from .harness import BackendHarness, StepInputs
 from .reference import reference_attention
 
 # Largest relative L2 error of one token and head against float64, on inputs rounded to the dtype.
@@ -98,7 +98,7 @@ def _run_layer(backend: AttentionBackend, harness: BackendHarness, inputs: StepI
     untouched = qkv[kept]
     q, k, v = harness.split(qkv)
     live = inputs.live_rows.to(harness.device)
-    write(LayerCache(**expected), inputs.slots[layer], k[live], v[live])
+    harness.write(LayerCache(**expected), layer, inputs.slots[layer], k[live], v[live])
     out = q.new_full((*q.shape[:2], harness.case.value_head_dim), torch.nan)
     if harness.case.latent:
         v = torch.full_like(v, torch.nan)  # a backend that reads or appends it is found

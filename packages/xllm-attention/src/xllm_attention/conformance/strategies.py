@@ -17,10 +17,12 @@ def cases(
     v_head_dims: bool = False,
     latent: bool = False,
     kv_groups: bool = False,
+    fp8: bool = False,
 ) -> Case:
     """Draws a case of up to 5 sequences and 3 steps: any phases in any order, or decode steps only for a graph.
 
-    v_head_dims, latent, kv_groups: as the backend's capabilities; some of the cases then have such layers or tables.
+    v_head_dims, latent, kv_groups, fp8: as the backend's capabilities; some of the cases then have such layers,
+    tables or caches.
     """
     prefix_lens = draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
     seqs = range(len(prefix_lens))
@@ -47,6 +49,7 @@ def cases(
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         latent=is_latent,
+        fp8=fp8 and not is_latent and draw(st.booleans()),
         windows=tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=2))),
         soft_cap=draw(st.sampled_from((0.0, 2.0))),
         sinks=draw(st.booleans()),

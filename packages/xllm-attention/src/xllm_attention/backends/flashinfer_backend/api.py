@@ -18,7 +18,7 @@ RELIED_ON: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size",
             "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "sm_scale",
         ),
-        "BatchDecodeWithPagedKVCacheWrapper.run": ("q", "paged_kv_cache", "out"),
+        "BatchDecodeWithPagedKVCacheWrapper.run": ("q", "paged_kv_cache", "k_scale", "v_scale", "out"),
         "fast_decode_plan": (
             "self", "indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size",
             "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "sm_scale", "global_override_indptr_cpu",
@@ -31,7 +31,7 @@ RELIED_ON: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "num_kv_heads", "head_dim_qk", "page_size", "causal", "sm_scale", "window_left", "logits_soft_cap",
             "q_data_type", "kv_data_type", "max_token_per_sequence",
         ),
-        "BatchPrefillWithPagedKVCacheWrapper.run": ("q", "paged_kv_cache", "out"),
+        "BatchPrefillWithPagedKVCacheWrapper.run": ("q", "paged_kv_cache", "k_scale", "v_scale", "out"),
         "BatchPrefillWithRaggedKVCacheWrapper.__init__": ("float_workspace_buffer", "kv_layout", "backend"),
         "BatchPrefillWithRaggedKVCacheWrapper.plan": (
             "qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk", "causal", "window_left",

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
+from ...fp8_cache import FP8
 from ..triton_backend.append import Append
 from . import api
 from .pinned import PinnedRing
@@ -20,7 +21,8 @@ class FlashInferBackend(AttentionBackend):
     """Paged attention by FlashInfer, for CUDA devices.
 
     Decode runs on CUDA cores or, for large groups and those they lack, on tensor cores; whole prompts run over the
-    step's own keys, all other steps over the paged cache. Plans read host mirrors only and copy nothing from the
+    step's own keys, all other steps over the paged cache. Steps with an fp8 cache always run over the cache, so that a
+    prompt's result does not depend on how it is cut into chunks. Plans read host mirrors only and copy nothing from the
     device. FlashInfer compiles a kernel when it is first used; binding the caches does that, so that no step waits.
 
     Raises:
@@ -33,6 +35,8 @@ class FlashInferBackend(AttentionBackend):
         dtypes=frozenset({torch.float16, torch.bfloat16}),
         head_dims=frozenset({64, 128, 256}),
         device_types=frozenset({"cuda"}),
+        cache_dtypes=frozenset({FP8}),
+        fp8_compute_capability=(8, 9),  # of the kernel that appends
     )
 
     @property
@@ -49,6 +53,7 @@ class FlashInferBackend(AttentionBackend):
                 )
         limits = self.limits
         self._caches = tuple(caches)
+        self._scales = self.cache_scales
         self._append = Append()
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):
@@ -81,7 +86,7 @@ class FlashInferBackend(AttentionBackend):
         # Query rows that belong to a sequence; in decode all do, those of KV length 0 included.
         indptr = step.metadata.qo_indptr_host
         self._num_rows = step.num_tokens if indptr is None or step.phase is Phase.DECODE else int(indptr[-1])
-        self._phase = step.phase
+        self._prompts = step.phase is Phase.PREFILL
 
     def _plan_group(self, step: Step, group: int) -> None:
         plans = self._group_plans[group]
@@ -89,7 +94,7 @@ class FlashInferBackend(AttentionBackend):
             plans.plan_nothing()
         elif step.phase is Phase.DECODE:
             plans.plan_decode(step)
-        elif step.phase is Phase.PREFILL:
+        elif self._prompts and not plans.fp8:
             plans.plan_ragged(step)
         else:
             plans.plan_paged(step)
@@ -104,7 +109,8 @@ class FlashInferBackend(AttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         k_cache, v_cache = self._caches[layer_id]
-        self._append(k, v, k_cache, v_cache, self._slots)
+        scales = self._scales[layer_id]
+        self._append(k, v, k_cache, v_cache, self._slots, scales=scales)
         if self._num_rows < out.shape[0]:
             out[self._num_rows :].zero_()
         if self._num_rows == 0:
@@ -112,7 +118,9 @@ class FlashInferBackend(AttentionBackend):
         wrapper = self._group_plans[self.group_of_layer[layer_id]].current
         rows = slice(0, self._num_rows)
         result = out[rows] if out.is_contiguous() else torch.empty(q[rows].shape, dtype=q.dtype, device=q.device)
-        if self._phase is Phase.PREFILL:
+        if scales is not None:
+            wrapper.run(_adjacent(q[rows]), (k_cache, v_cache), k_scale=scales.k, v_scale=scales.v, out=result)
+        elif self._prompts:
             wrapper.run(_adjacent(q[rows]), _adjacent(k[rows]), _adjacent(v[rows]), out=result)
         else:
             wrapper.run(_adjacent(q[rows]), (k_cache, v_cache), out=result)

@@ -24,7 +24,7 @@ class GroupPlans:
     Args:
         spec: of the group.
         page_size: tokens a page.
-        dtype: of queries and caches.
+        dtype: of queries, and of caches that are not fp8.
         tables: the step's index arrays on the device, filled before each plan.
         pinned: buffers for schedules.
         float_workspace: partial results, shared by all groups: their layers run one after the other.
@@ -41,6 +41,7 @@ class GroupPlans:
         float_workspace: torch.Tensor,
     ) -> None:
         self._spec = spec
+        self.fp8 = spec.cache_dtype is not None  # then no step runs over its own keys
         self._page_size = page_size
         self._tables = tables
         self._pinned = pinned
@@ -51,7 +52,7 @@ class GroupPlans:
             "window_left": spec.sliding_window - 1,  # -1: no window
             "logits_soft_cap": spec.logits_soft_cap,
             "q_data_type": dtype,
-            "kv_data_type": dtype,
+            "kv_data_type": spec.cache_dtype or dtype,
         }
         # A schedule stays in use while the layers of other groups run, so each group has its own.
         self._int_workspace = torch.zeros(api.INT_WORKSPACE_BYTES, dtype=torch.uint8, device=float_workspace.device)
@@ -66,9 +67,24 @@ class GroupPlans:
         step = {**self._shape, **self._formula}
         decode = self._decode_wrapper(1)
         paged = {"head_dim": self._spec.head_dim, "page_size": self._page_size}
+        prefill: tuple[Any, dict[str, Any]] = (
+            (
+                self._paged,
+                {
+                    "qo_indptr": indptr,
+                    "paged_kv_indptr": indptr,
+                    "paged_kv_indices": self._tables.pages[:1],
+                    "paged_kv_last_page_len": one,
+                    "head_dim_qk": self._spec.head_dim,
+                    "page_size": self._page_size,
+                },
+            )
+            if self.fp8
+            else (self._ragged, {"qo_indptr": indptr, "kv_indptr": indptr, "head_dim_qk": self._spec.head_dim})
+        )
         for wrapper, arguments in (
             (decode, {"indptr": indptr, "indices": self._tables.pages[:1], "last_page_len": one, **paged}),
-            (self._ragged, {"qo_indptr": indptr, "kv_indptr": indptr, "head_dim_qk": self._spec.head_dim}),
+            prefill,
         ):
             self._lend(wrapper)
             wrapper.plan(**arguments, **step)

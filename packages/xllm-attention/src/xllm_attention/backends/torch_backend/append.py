@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...fp8_cache import FP8, quantize
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendPlan:
@@ -60,7 +62,12 @@ def plan_append(slot_mapping: torch.Tensor, page_size: int) -> AppendPlan:
     )
 
 
-def append(plan: AppendPlan, values: torch.Tensor, cache: torch.Tensor) -> None:
-    """Writes `values` [>= T, K, D] into `cache` [num_pages, page_size, K, D] in place; its strides are honoured."""
+def append(plan: AppendPlan, values: torch.Tensor, cache: torch.Tensor, scale: float = 1.0) -> None:
+    """Writes `values` [>= T, K, D] into `cache` [num_pages, page_size, K, D] in place; its strides are honoured.
+
+    scale: of an fp8 cache.
+    """
+    if cache.dtype is FP8:  # as bytes: PyTorch has few ops for fp8
+        values, cache = quantize(values, scale).view(torch.uint8), cache.view(torch.uint8)
     chosen = torch.where(plan.any_live, values.index_select(0, plan.rows), cache[0, 0])
     cache.index_put_((plan.pages, plan.offsets), chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from ...fp8_cache import FP8, dequantize
 from ...spec import AttentionSpec
 
 
@@ -65,6 +66,17 @@ def written_out(spec: AttentionSpec) -> bool:
 def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(scores / cap); the scores themselves when cap is 0."""
     return cap * torch.tanh(scores / cap) if cap else scores
+
+
+def gather(cache: torch.Tensor, pages: torch.Tensor, scale: float | None, dtype: torch.dtype) -> torch.Tensor:
+    """Pages [n] int64 of a cache [num_pages, page_size, K, D] -> [n, page_size, K, D].
+
+    scale: of an fp8 cache, whose entries become values of `dtype`; None: the cache has the dtype that it keeps.
+    """
+    if scale is None:
+        return cache.index_select(0, pages)
+    # As bytes: PyTorch has few ops for fp8.
+    return dequantize(cache.view(torch.uint8).index_select(0, pages).view(FP8), scale, dtype)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
+from ...fp8_cache import FP8
 from ...kv_groups import pages_of, slots_of
 from .append import AppendPlan, append, plan_append
 from .dense_decode import DenseDecode
@@ -28,10 +29,12 @@ class TorchBackend(AttentionBackend):
         latent=True,
         sinks=True,
         kv_groups=True,
+        cache_dtypes=frozenset({FP8}),
     )
 
     def _bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         self._caches = tuple(caches)
+        self._scales = self.cache_scales
         self._plans: list[RaggedPlan | DenseDecode] = [
             RaggedPlan(spec=spec, sequences=(), num_rows=0) for spec in self.group_specs
         ]
@@ -64,16 +67,17 @@ class TorchBackend(AttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         k_cache, v_cache = self._caches[layer_id]
+        scales = self._scales[layer_id]
         group = self.group_of_layer[layer_id]
         append_plan = self._appends[self.kv_group_of_group[group]]
-        append(append_plan, k, k_cache)
+        append(append_plan, k, k_cache, 1.0 if scales is None else scales.k)
         if not self.group_specs[group].latent:
-            append(append_plan, v, v_cache)
+            append(append_plan, v, v_cache, 1.0 if scales is None else scales.v)
         plan = self._plans[group]
         if isinstance(plan, DenseDecode):
-            plan.run(q, k_cache, v_cache, out, sinks)
+            plan.run(q, k_cache, v_cache, out, sinks, scales)
         else:
-            run_ragged(plan, q, k_cache, v_cache, out, sinks)
+            run_ragged(plan, q, k_cache, v_cache, out, sinks, scales)
 
     def _persistent_appends(self) -> dict[int, AppendPlan]:
         """The buffers of graph steps, made at the first one, so that a host without graphs does not pay for them."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from ...backend import Step
+from ...fp8_cache import CacheScales
 from ...spec import AttentionSpec
-from .attend import accumulation_dtype, soft_cap, softmax
+from .attend import accumulation_dtype, gather, soft_cap, softmax
 
 
 class DenseDecode:
@@ -68,16 +69,18 @@ class DenseDecode:
         v_cache: torch.Tensor,
         out: torch.Tensor,
         sinks: torch.Tensor | None,
+        scales: CacheScales | None = None,
     ) -> None:
         """Attends q [T, H, D], row i being sequence i, and writes all of out [T, H, V]; other rows get 0.
 
-        sinks: [H], of a spec with sinks.
+        sinks: [H], of a spec with sinks. scales: of fp8 caches.
         """
         spec, num_seqs = self._spec, self._num_seqs
         hidden = self._hidden[:num_seqs]
         high = accumulation_dtype(q.dtype)
-        k = self._gather(k_cache).to(high)  # [B, M * P, K, D]
-        v = k[..., : spec.value_head_dim] if spec.latent else self._gather(v_cache)  # [B, M * P, K, V]
+        k_scale, v_scale = (None, None) if scales is None else (scales.k, scales.v)
+        k = self._gather(k_cache, k_scale, high).to(high)  # [B, M * P, K, D]
+        v = k[..., : spec.value_head_dim] if spec.latent else self._gather(v_cache, v_scale, high)  # [B, M * P, K, V]
         v = v.masked_fill(hidden[:, :, None, None], 0).to(high)
         grouped = q[:num_seqs].reshape(num_seqs, spec.num_kv_heads, spec.group_size, spec.head_dim).to(high)
         scores = torch.einsum("bkgd,blkd->bkgl", grouped, k) * spec.scale
@@ -89,6 +92,6 @@ class DenseDecode:
         out[:num_seqs] = result.masked_fill(self._empty[:num_seqs, None, None], 0).to(out.dtype)
         out[num_seqs:].zero_()
 
-    def _gather(self, cache: torch.Tensor) -> torch.Tensor:
+    def _gather(self, cache: torch.Tensor, scale: float | None, dtype: torch.dtype) -> torch.Tensor:
         pages = self._pages[: self._num_seqs]
-        return cache.index_select(0, pages.flatten()).view(self._num_seqs, -1, *cache.shape[2:])
+        return gather(cache, pages.flatten(), scale, dtype).view(self._num_seqs, -1, *cache.shape[2:])

@@ -12,8 +12,9 @@ from itertools import pairwise
 import torch
 
 from ...backend import Step
+from ...fp8_cache import CacheScales
 from ...spec import AttentionSpec
-from .attend import attend, written_out
+from .attend import accumulation_dtype, attend, gather, written_out
 
 # Rows of one block of a masked query. Bounds the mask and the scores; large enough that a block is one big product.
 QUERY_BLOCK = 256
@@ -68,6 +69,8 @@ def plan_ragged(
         ValueError: a sequence with more tokens than its KV length, or fewer pages than its KV length needs.
     """
     metadata = step.metadata
+    if spec.cache_dtype is not None:
+        dtype = accumulation_dtype(dtype)
     kv_lens = [high - low for low, high in pairwise(metadata.kv_seq_lens_host.tolist())]
     indptr = metadata.paged_kv_indptr_host.tolist()
     if metadata.qo_indptr_host is None:
@@ -110,21 +113,25 @@ def run_ragged(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     sinks: torch.Tensor | None,
+    scales: CacheScales | None = None,
 ) -> None:
     """Attends q [T, H, D] over the caches and writes all of out [T, H, V]; rows that no block covers get 0.
 
-    sinks: [H], of a spec with sinks.
+    sinks: [H], of a spec with sinks. scales: of fp8 caches, whose entries are multiplied in the accumulation's dtype.
     """
     spec = plan.spec
+    k_scale, v_scale = (None, None) if scales is None else (scales.k, scales.v)
+    if scales is not None:
+        q = q.to(accumulation_dtype(q.dtype))
     if plan.num_rows < out.shape[0]:
         out.zero_()
     for sequence in plan.sequences:
         # Whole pages at a time: far fewer and longer copies than token by token, and any cache strides will do.
-        k = k_cache.index_select(0, sequence.pages).flatten(0, 1)[sequence.tokens]
+        k = gather(k_cache, sequence.pages, k_scale, q.dtype).flatten(0, 1)[sequence.tokens]
         if spec.latent:
             v = k[..., : spec.value_head_dim]
         else:
-            v = v_cache.index_select(0, sequence.pages).flatten(0, 1)[sequence.tokens]
+            v = gather(v_cache, sequence.pages, v_scale, q.dtype).flatten(0, 1)[sequence.tokens]
         if not any(block.hides_keys for block in sequence.blocks):
             (block,) = sequence.blocks
             out[block.rows] = attend(

@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ...fp8_cache import CacheScales
 from ...triton_launch import KeyedLauncher, alignment
+from .fp8 import to_fp8
 from .tile import without_bad_values
 
 
@@ -22,9 +24,9 @@ class Append:
 
     def __call__(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor,
-        v_dim: int = 0,
+        v_dim: int = 0, scales: CacheScales | None = None,
     ) -> None:  # fmt: skip
-        """Writes k, v [>= T, K, D] at slots [T] int32 of the caches [num_pages, page_size, K, D].
+        """Writes k, v [>= T, K, D] at slots [T] int32 of the caches [num_pages, page_size, K, D]; fp8 ones have scales.
 
         Slots below 0 are skipped. An element of v that is not finite becomes 0, and that of k NaN, also in k and v. In
         a latent layer, whose v_dim is not 0, only k is read and written. Its first v_dim elements are the value. If one
@@ -56,14 +58,18 @@ class Append:
             head_dim,
             v_dim,
             k.dtype,
+            k_cache.dtype,
             *alignment(k, v, k_cache, v_cache, slots),
         )
-        self._launch(key, (num_tokens, 1, 1), (k, v, k_cache, v_cache, slots), constants, {"num_warps": 4})
+        k_scale, v_scale = (None, None) if scales is None else (scales.k, scales.v)
+        arguments = (k, v, k_cache, v_cache, slots, k_scale, v_scale)
+        self._launch(key, (num_tokens, 1, 1), arguments, constants, {"num_warps": 4})
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def append_kernel(
     k_ptr: tl.tensor, v_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, slots_ptr: tl.tensor,
+    k_scale: tl.tensor, v_scale: tl.tensor,  # of fp8 caches; None: the caches have the dtype of k
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, K_CACHE_STRIDES: tl.constexpr, V_CACHE_STRIDES: tl.constexpr,
     PAGE_SIZE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr, D_PAD: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -101,6 +107,8 @@ def append_kernel(
         k, v, bad = without_bad_values(k, v)
         tl.store(k_source, k, mask=mask & bad)
         tl.store(v_source, v, mask=mask & bad)
+        if k_scale is not None:
+            k, v = to_fp8(k, k_scale), to_fp8(v, v_scale)
     tl.store(k_target, k, mask=mask)
     if V_DIM == 0:
         v_target = v_cache_ptr + page * v_cache_stride_page + page_slot * v_cache_stride_slot

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .combine import combine
+from .fp8 import from_fp8, to_fp8
 from .tile import LOG2_E, add_tile, append_latent, scores_of, without_bad_values
 from .worklist import (
     BEGIN,
@@ -46,6 +47,7 @@ def attend_kernel(
     # each sequence, which the kernel writes in decode.
     arrived_ptr: tl.tensor,
     sinks_ptr: tl.tensor,  # [H]; read with SINKS only
+    k_scale: tl.tensor, v_scale: tl.tensor,  # of fp8 caches; None: the caches have the dtype of q
     Q_STRIDES: tl.constexpr, K_NEW_STRIDES: tl.constexpr, V_NEW_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
     K_CACHE_STRIDES: tl.constexpr, V_CACHE_STRIDES: tl.constexpr,
     scale: tl.constexpr, soft_cap: tl.constexpr,
@@ -72,9 +74,10 @@ def attend_kernel(
             item = tl.where(number < count, begin + number, empty_begin + number - count)
             attend_item(
                 q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
-                state_ptr, arrived_ptr, sinks_ptr, item, kv_head, Q_STRIDES, K_NEW_STRIDES, V_NEW_STRIDES, OUT_STRIDES,
-                K_CACHE_STRIDES, V_CACHE_STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW, CAP,
-                SINKS, REST, REST_PAD, BLOCKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
+                state_ptr, arrived_ptr, sinks_ptr, k_scale, v_scale, item, kv_head, Q_STRIDES, K_NEW_STRIDES,
+                V_NEW_STRIDES, OUT_STRIDES, K_CACHE_STRIDES, V_CACHE_STRIDES, scale, soft_cap, G, K, D, D_PAD,
+                PAGE_SIZE, WINDOW, CAP, SINKS, REST, REST_PAD, BLOCKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R,
+                BLOCK_C, PDL,
             )  # fmt: skip
     else:
         # The last tiles of a prompt have the most keys, so they start first.
@@ -82,9 +85,10 @@ def attend_kernel(
         if tl.load(items_ptr + item * ITEM_WIDTH + CHUNKS) > 0:
             attend_item(
                 q_ptr, k_new_ptr, v_new_ptr, out_ptr, k_cache_ptr, v_cache_ptr, items_ptr, pages_ptr, partial_ptr,
-                state_ptr, arrived_ptr, sinks_ptr, item, kv_head, Q_STRIDES, K_NEW_STRIDES, V_NEW_STRIDES, OUT_STRIDES,
-                K_CACHE_STRIDES, V_CACHE_STRIDES, scale, soft_cap, G, K, D, D_PAD, PAGE_SIZE, WINDOW, CAP,
-                SINKS, REST, REST_PAD, BLOCKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R, BLOCK_C, PDL,
+                state_ptr, arrived_ptr, sinks_ptr, k_scale, v_scale, item, kv_head, Q_STRIDES, K_NEW_STRIDES,
+                V_NEW_STRIDES, OUT_STRIDES, K_CACHE_STRIDES, V_CACHE_STRIDES, scale, soft_cap, G, K, D, D_PAD,
+                PAGE_SIZE, WINDOW, CAP, SINKS, REST, REST_PAD, BLOCKS, DECODE, PAGED, IEEE, BLOCK_M, BLOCK_N, R,
+                BLOCK_C, PDL,
             )  # fmt: skip
     if PDL:
         # Programs without items wait too: the end of this launch must imply the end of all launches before it.
@@ -95,7 +99,8 @@ def attend_kernel(
 def attend_item(
     q_ptr: tl.tensor, k_new_ptr: tl.tensor, v_new_ptr: tl.tensor, out_ptr: tl.tensor, k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor, items_ptr: tl.tensor, pages_ptr: tl.tensor, partial_ptr: tl.tensor, state_ptr: tl.tensor,
-    arrived_ptr: tl.tensor, sinks_ptr: tl.tensor, item: tl.tensor, kv_head: tl.tensor,
+    arrived_ptr: tl.tensor, sinks_ptr: tl.tensor, k_scale: tl.tensor, v_scale: tl.tensor, item: tl.tensor,
+    kv_head: tl.tensor,
     Q_STRIDES: tl.constexpr, K_NEW_STRIDES: tl.constexpr, V_NEW_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
     K_CACHE_STRIDES: tl.constexpr, V_CACHE_STRIDES: tl.constexpr, scale: tl.constexpr, soft_cap: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -114,6 +119,9 @@ def attend_item(
     k_cache_stride_head, k_cache_stride_dim = K_CACHE_STRIDES[2], K_CACHE_STRIDES[3]
     v_cache_stride_page, v_cache_stride_slot = V_CACHE_STRIDES[0], V_CACHE_STRIDES[1]
     v_cache_stride_head, v_cache_stride_dim = V_CACHE_STRIDES[2], V_CACHE_STRIDES[3]
+    FP8: tl.constexpr = k_scale is not None
+    # Keys are scaled with the scores, values with the output: no element of the cache is multiplied.
+    score_scale = scale * k_scale if FP8 else scale
     fields = items_ptr + item * ITEM_WIDTH
     chunks = tl.load(fields + CHUNKS)
     first_token = tl.load(fields + TOKEN).to(tl.int64)
@@ -200,30 +208,36 @@ def attend_item(
         acc, row_max, row_sum = add_tile(
             acc, row_max, row_sum, q, q_rest, start + positions, end, q_positions, k_base, v_base, pages,
             k_cache_stride_page, k_stride_token, k_stride_dim, v_cache_stride_page, v_stride_token, v_stride_dim,
-            scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, 0, CAP, False, IEEE, REST, REST_PAD,
+            score_scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, 0, CAP, False, IEEE, REST, REST_PAD, FP8,
         )  # fmt: skip
     if not DECODE:
         for start in range(unmasked_end, end, BLOCK_N):
             acc, row_max, row_sum = add_tile(
                 acc, row_max, row_sum, q, q_rest, start + positions, end, q_positions, k_base, v_base, pages,
                 k_cache_stride_page, k_stride_token, k_stride_dim, v_cache_stride_page, v_stride_token, v_stride_dim,
-                scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, WINDOW, CAP, True, IEEE, REST, REST_PAD,
+                score_scale, soft_cap, D, D_PAD, PAGE_SIZE, PAGED, WINDOW, CAP, True, IEEE, REST, REST_PAD, FP8,
             )  # fmt: skip
     elif REST == 0 and appends:
         page = slot // PAGE_SIZE
         page_slot = slot % PAGE_SIZE
         k_target = k_base + page * k_cache_stride_page + page_slot * k_cache_stride_slot
         k_new, v_new, _ = without_bad_values(k_new, v_new)
+        if FP8:
+            k_new, v_new = to_fp8(k_new, k_scale), to_fp8(v_new, v_scale)
         tl.store(k_target + element * k_cache_stride_dim, k_new, mask=appended)
         v_target = v_base + page * v_cache_stride_page + page_slot * v_cache_stride_slot
         tl.store(v_target + element * v_cache_stride_dim, v_new, mask=appended)
-        score = scores_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, soft_cap, CAP)
+        if FP8:
+            k_new, v_new = from_fp8(k_new, q), from_fp8(v_new, q)
+        score = scores_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), score_scale, soft_cap, CAP)
         new_max = tl.maximum(row_max, score)
         rescale = tl.exp2(row_max - new_max)
         weight = tl.exp2(score - new_max)
         acc = acc * rescale[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
         row_sum = row_sum * rescale + weight
         row_max = new_max
+    if FP8:
+        acc *= v_scale
     outputs = (
         out_ptr + ((first_token + rows // G) * out_stride_token + (kv_head * G + rows % G) * out_stride_head)[:, None]
     )

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ...backend import AttentionBackend, BackendCapabilities, Phase, Step
+from ...fp8_cache import FP8
 from ...limits import BackendLimits
 from ...spec import AttentionSpec
 from ...triton_launch import KeyedLauncher, alignment
@@ -42,6 +43,8 @@ class TritonBackend(AttentionBackend):
         latent=True,
         latent_dims=frozenset({(576, 512), (288, 256), (96, 64), (64, 40), (24, 16)}),
         kv_groups=True,
+        cache_dtypes=frozenset({FP8}),
+        fp8_compute_capability=(8, 9),
     )
 
     def __init__(self, specs: Sequence[AttentionSpec], limits: BackendLimits) -> None:
@@ -63,6 +66,7 @@ class TritonBackend(AttentionBackend):
             KeyedLauncher(attend_kernel),
             KeyedLauncher(combine_kernel),
         )
+        self._scales = self.cache_scales
         self._strides = tuple((k.stride(), v.stride()) for k, v in caches)
         # Ordinary tensors even when made in inference mode: later plans may not be.
         with torch.inference_mode(False):
@@ -87,7 +91,7 @@ class TritonBackend(AttentionBackend):
         self._workspace.fill(step)
         self._graph = step.graph
         self._decode = step.phase is Phase.DECODE
-        self._paged = step.phase is not Phase.PREFILL
+        self._prefill = step.phase is Phase.PREFILL
         self._step_size = (step.num_tokens, step.num_seqs)
         # Query rows that belong to a sequence; in decode all do, those of KV length 0 included.
         indptr = step.metadata.qo_indptr_host
@@ -108,10 +112,10 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         k_cache, v_cache = self._caches[layer_id]
         work = self._lists[self._decode][self.group_of_layer[layer_id]]
-        space = self._workspace
+        space, scales = self._workspace, self._scales[layer_id]
         if not self._decode:
             value_dim = work.spec.value_head_dim if work.spec.latent else 0
-            self._append(k, v, k_cache, v_cache, space.slots[work.kv_group], value_dim)
+            self._append(k, v, k_cache, v_cache, space.slots[work.kv_group], value_dim, scales)
         if self._num_rows < out.shape[0]:
             out[self._num_rows :].zero_()
         if not self._step_size[1]:
@@ -121,6 +125,7 @@ class TritonBackend(AttentionBackend):
             q, k, v, out, k_cache, v_cache, work.items, space.pages[work.kv_group], space.partials, space.states,
             space.firsts if work.spec.latent else space.arrived,
             q if sinks is None else sinks,  # q: a layer without sinks does not read it
+            *((None, None) if scales is None else (scales.k, scales.v)),
         )  # fmt: skip
         grid = (work.heads.num_blocks, work.num_programs(*self._step_size), 1)
         key, constants, options = self._variant(work, layer_id, (q, k, v, out), captured)
@@ -140,6 +145,9 @@ class TritonBackend(AttentionBackend):
         """Key, constants and options of the attention kernel for q, k, v, out."""
         caches, group = self._caches[layer_id], self.group_of_layer[layer_id]
         spec, heads, tiles = work.spec, work.heads, work.tiles
+        # Whole prompts need no cache. From an fp8 cache they read the rounded keys, as later steps do, so that a
+        # prompt's result does not depend on how it is cut into chunks.
+        paged = not self._prefill or spec.cache_dtype is not None
         q, k, v, out = rows
         k_cache_strides, v_cache_strides = self._strides[layer_id]
         constants = {
@@ -163,7 +171,7 @@ class TritonBackend(AttentionBackend):
             "REST_PAD": max(16, triton.next_power_of_2(heads.rest_dim)),
             "BLOCKS": heads.sharers,
             "DECODE": self._decode,
-            "PAGED": self._paged,
+            "PAGED": paged,
             "IEEE": self.limits.dtype is torch.float32,
             "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n,
@@ -178,7 +186,7 @@ class TritonBackend(AttentionBackend):
             "launch_pdl": pdl,
         }
         strides = (q.stride(), k.stride(), v.stride(), out.stride(), k_cache_strides, v_cache_strides)
-        return (group, self._decode, self._paged, pdl, strides, alignment(*rows, *caches)), constants, options
+        return (group, self._decode, paged, pdl, strides, alignment(*rows, *caches)), constants, options
 
     def _combine_chunks(self, work: WorkList, out: torch.Tensor, pdl: bool, *, prepare: bool = False) -> None:
         """Launches the kernel that merges the chunks of a latent layer's tiles, or only compiles it."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .fp8 import from_fp8
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -57,12 +59,14 @@ def add_tile(
     v_stride_token: tl.tensor, v_stride_dim: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGED: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CAUSAL: tl.constexpr, IEEE: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr,
+    FP8: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Adds the keys at positions key [N] below `end` to the softmax state: acc [M, D_PAD], row_max [M], row_sum [M].
 
     With PAGED, k_ptr and v_ptr are caches; else the rows of one prompt. Keys and values are loaded in one layout, so
     that page indices and offsets are computed once for both. With REST the first D elements of a key are the value too,
-    and q_rest [M, REST_PAD] has the queries' other elements.
+    and q_rest [M, REST_PAD] has the queries' other elements. With FP8 keys and values are entries of an fp8
+    cache, whose scales are left to the caller.
     """
     valid = key < end
     element = tl.arange(0, D_PAD)
@@ -88,6 +92,8 @@ def add_tile(
         products = tl.dot(q, tl.trans(k), products, input_precision="ieee" if IEEE else "tf32")
     else:
         v = tl.load(v_ptr + v_rows[:, None] + (element * v_stride_dim)[None, :], mask=mask, other=0.0)
+        if FP8:
+            k, v = from_fp8(k, q), from_fp8(v, q)
         products = tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32")
     scores = scores_of(products, scale, soft_cap, CAP)
     visible = valid[None, :]
