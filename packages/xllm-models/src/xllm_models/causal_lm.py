@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from xllm_attention import Attention, LayerSpec, StateLayer
+from xllm_attention import Attention, CacheScales, LayerSpec, StateLayer
 from xllm_metadata import CacheSpec
 
 from .config import LAYER_TYPES, TEXT_MODEL_TYPE, ModelConfig, text_config
@@ -26,6 +27,7 @@ from .loading import (
     dequantized,
     in_layer_layout,
     load_weights,
+    read_cache_scales,
     without_prefixes,
 )
 from .loading.state_dict import read_once
@@ -82,6 +84,8 @@ class CausalLM(nn.Module, ABC):
         self.tp = tp or TensorParallel()
         with torch.device("meta"):
             self.build(config, self.tp)
+        if config.kv_cache_dtype is not None:
+            _set_cache_dtype(self, config.kv_cache_dtype)
         for parameter in self.parameters():
             if not isinstance(parameter, KeepDtypeParameter):
                 parameter.data = parameter.data.to(self.dtype)
@@ -177,6 +181,10 @@ class CausalLM(nn.Module, ABC):
             state_dicts = dequantized(state_dicts, self.config.quantization)
         state_dicts = in_layer_layout(state_dicts, weight_map)
         tied = self.config.tie_word_embeddings
+        scales = None
+        if self.config.kv_cache_dtype is not None:
+            scales = read_cache_scales(self, state_dicts, self.config.num_layers)
+            weight_map = replace(weight_map, ignored=(*weight_map.ignored, *scales.names))
         try:
             load_weights(self, weight_map, state_dicts, tied=tied, config=self.config, progress=progress)
         except WeightError:  # raised before the first write
@@ -184,6 +192,8 @@ class CausalLM(nn.Module, ABC):
         except BaseException:
             self.weights_loaded = False
             raise
+        if scales is not None:
+            scales.load()
         self.weights_loaded = True
 
 
@@ -216,6 +226,13 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
                 raise RuntimeError(f"buffer {prefix}.{name} has no values: name its device where it is made")
             else:
                 setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+
+
+def _set_cache_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give every attention layer a cache of this dtype, with scales of its own."""
+    for layer in module.modules():
+        if isinstance(layer, Attention):
+            layer.spec = replace(layer.spec, cache_dtype=dtype, cache_scales=CacheScales())
 
 
 def _layer_specs(module: nn.Module) -> list[LayerSpec]:

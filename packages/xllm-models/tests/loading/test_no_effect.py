@@ -121,7 +121,7 @@ REFUSED: list[tuple[str, torch.Tensor, dict[str, Any], str]] = [
         ATTENTION + "k_scale",
         SCALE,
         {},
-        "cache and attention have the model's dtype; config.json has no quantization_config",
+        "keys, values or queries that it scales have the model's dtype; config.json has no quantization_config",
     ),
     (ATTENTION + "q_scale", torch.ones(8), FP8, "its shape [8] is not one per tensor, head or channel"),
     ("model.layers.0.mlp.up_proj.input_scale", SCALE, {}, "config.json has no quantization_config"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .checkpoint import read_config
 from .keys import ConfigKeys
-from .model import DTYPES, ModelConfig, parse_dtype
+from .model import DTYPES, KV_CACHE_DTYPES, ModelConfig, parse_dtype, parse_kv_cache_dtype
 from .moe import MoEConfig
 from .quantization import Quantization, parse_quantization
 from .rope import RopeConfig, parse_layer_ropes, parse_rope
@@ -21,6 +21,7 @@ __all__ = [
     "EXPERT_KEYS",
     "FULL",
     "GEMMA_KEYS",
+    "KV_CACHE_DTYPES",
     "LAYER_TYPES",
     "LINEAR",
     "OPTIONAL_KEYS",
@@ -33,6 +34,7 @@ __all__ = [
     "Quantization",
     "RopeConfig",
     "parse_dtype",
+    "parse_kv_cache_dtype",
     "parse_layer_ropes",
     "parse_quantization",
     "parse_rope",

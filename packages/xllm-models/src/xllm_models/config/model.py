@@ -26,6 +26,10 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 )
 
+KV_CACHE_DTYPES: Mapping[str, torch.dtype | None] = MappingProxyType(
+    {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+)
+
 
 def parse_dtype(name: str) -> torch.dtype:
     """The torch dtype of a name, with or without the prefix `torch.`. An unknown name is a ValueError."""
@@ -33,6 +37,13 @@ def parse_dtype(name: str) -> torch.dtype:
     if short not in DTYPES:
         raise ValueError(f"dtype {name!r} is not supported; supported: {list(DTYPES)}")
     return DTYPES[short]
+
+
+def parse_kv_cache_dtype(name: str) -> torch.dtype | None:
+    """The dtype of the KV cache in vLLM's names; None, for `auto`, is the model's. An unknown name is a ValueError."""
+    if name not in KV_CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype {name!r} is not supported; supported: {list(KV_CACHE_DTYPES)}")
+    return KV_CACHE_DTYPES[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +78,7 @@ class ModelConfig:
     final_logit_softcapping: float = 0.0  # 0: none
     quantization: Quantization | None = None  # of the checkpoint; not in ModelArgs
     max_model_len: int = 0  # the longest sequence to serve; 0: all positions
+    kv_cache_dtype: torch.dtype | None = None  # of keys and values in the cache; None: the model's
     own: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the family's own keys, see CausalLM.own_config
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # the text model's keys, as given
     unread: Mapping[str, Any] = field(default_factory=dict, compare=False)  # given, but without effect in this family

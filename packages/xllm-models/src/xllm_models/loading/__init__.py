@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from .cache_scales import read_cache_scales
 from .checkpoint import open_checkpoint
 from .layout import in_layer_layout
 from .loader import WeightError, load_weights
@@ -25,5 +26,6 @@ __all__ = [
     "in_layer_layout",
     "load_weights",
     "open_checkpoint",
+    "read_cache_scales",
     "without_prefixes",
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..causal_lm import CausalLM
-from ..config import parse_dtype, read_config
+from ..config import parse_dtype, parse_kv_cache_dtype, read_config
 from ..layers import TensorParallel
 from ..registry import architecture, read_model_config, register_model
 from .checkpoint import open_checkpoint
@@ -23,6 +23,7 @@ def load_model(
     tp_rank: int = 0,
     tp_size: int = 1,
     max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
     progress: bool = False,
 ) -> CausalLM:
     """Build the model of a HF checkpoint directory on `device` and load its weights.
@@ -35,6 +36,8 @@ def load_model(
         max_model_len: the longest sequence to serve; None: `config.num_positions`. It sizes the rotary table. It may
             exceed max_position_embeddings where rope scaling extends the context, by up to its factor. With longrope
             (Phi-3) it chooses between the short and the long factors.
+        kv_cache_dtype: `auto` is the model's dtype. `fp8_e4m3` (or `fp8`) takes the scales of each layer from the
+            checkpoint; they are 1.0 if it has none.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -51,6 +54,7 @@ def load_model(
                 f"max_position_embeddings {config.max_position_embeddings})"
             )
         config = replace(config, max_model_len=max_model_len)
+    config = replace(config, kv_cache_dtype=parse_kv_cache_dtype(kv_cache_dtype))
     checkpoint = open_checkpoint(directory)
     model = model_class(
         config,

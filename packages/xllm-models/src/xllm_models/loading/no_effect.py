@@ -212,7 +212,7 @@ KINDS: tuple[_Kind, ...] = (
             r"|\.[qkv]_proj\.output_scale$|\.prob_output_scale$"
             r"|\.[qkv]_bmm_quantizer\._(amax|scale)$"
         ),
-        reason="the cache and attention have the model's dtype",
+        reason="the keys, values or queries that it scales have the model's dtype",
         fault=_cache_scale,
     ),
     _Kind(
