@@ -96,6 +96,11 @@ RANGE = "expected an integer from 1 to 1024"
             "--python_graph_backend=recorded needs --model_impl=python; with --model_impl=native use --enable_graph",
         ),
         ([MODEL, "--tp_size=0"], "--tp_size=0: expected an integer from 1 to 1024"),
+        ([MODEL, "--kv_cache_dtype=fp8_e5m2"], "--kv_cache_dtype=fp8_e5m2: expected auto or fp8_e4m3"),
+        (
+            [MODEL, "--model_impl=native", "--kv_cache_dtype=fp8_e4m3"],
+            "--kv_cache_dtype=fp8_e4m3 needs --model_impl=python",
+        ),
         (
             [MODEL, "--dtype=fp8"],
             "--dtype=fp8: expected auto, float32, bfloat16 or float16",

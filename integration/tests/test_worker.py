@@ -180,6 +180,26 @@ def test_the_ready_event(llama: Path, serve: Serve) -> None:
     ]
 
 
+def test_an_fp8_cache_has_twice_the_pages(llama: Path, serve: Serve) -> None:
+    flags = ["--dtype=bfloat16", "--block_size=8", "--kv_cache_memory=64KiB", "--max_model_len=100"]
+    (ready,) = serve(llama, [], *flags, "--kv_cache_dtype=fp8_e4m3")
+    assert (ready["num_blocks"], ready["dtype"]) == (42, "bfloat16")  # a page takes 1,536 bytes
+
+
+def test_answers_from_an_fp8_cache_do_not_depend_on_chunks_and_preemption(
+    llama: Path, serve: Serve, answers: Answers
+) -> None:
+    requests = [request(f"r{i}", list(range(3 + i, 20 + 2 * i)), 12, ignore_eos=True) for i in range(6)]
+    flags = ["--kv_cache_dtype=fp8_e4m3", "--block_size=4"]
+    alone: dict[str, list[int]] = {}
+    for one in requests:
+        alone |= answers(serve(llama, [one], *flags))
+    small = ["--num_blocks=24", "--max_seqs_per_batch=4", "--max_tokens_per_batch=8"]
+    assert answers(serve(llama, requests, *flags, *small)) == alone
+    graphs = [*small, "--python_graph_backend=recorded"]
+    assert answers(serve(llama, requests, *flags, *graphs)) == alone
+
+
 def test_the_cache_is_no_larger_than_its_sequences_need(llama: Path, serve: Serve) -> None:
     (ready,) = serve(llama, [], "--max_seqs_per_batch=3", "--max_model_len=100", "--block_size=16")
     assert ready["num_blocks"] == 3 * 7

@@ -143,6 +143,7 @@ std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const Rank
     if (device.has_index()) c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
     load.device = device.str();
     load.dtype = options.dtype == "auto" ? "" : options.dtype;
+    load.kv_cache_dtype = options.kv_cache_dtype;
     load.max_model_len = options.max_model_len.value_or(0);
     load.progress = isatty(STDERR_FILENO) == 1 && config.rank == 0;
     ParallelArgs parallel;
@@ -189,6 +190,7 @@ nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, c
                            {"max_tokens_per_batch", options.max_tokens_per_batch},
                            {"tp_backend", options.tp_backend},
                            {"dtype", info.dtype},
+                           {"kv_cache_dtype", options.kv_cache_dtype},
                            {"device", at::DeviceTypeName(model.device().type(), /*lower_case=*/true)},
                            {"max_model_len", info.max_model_len},
                            {"num_blocks", info.num_blocks},

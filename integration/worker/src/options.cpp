@@ -21,6 +21,9 @@ void check_together(const WorkerOptions& options) {
                ", so that every running sequence gets its token in each step");
   }
   const bool is_native = options.model_impl == "native";
+  if (is_native && options.kv_cache_dtype != "auto") {
+    contradict("--kv_cache_dtype=" + options.kv_cache_dtype + " needs --model_impl=python");
+  }
   if (options.enable_graph && !is_native) {
     contradict("--enable_graph=true needs --model_impl=native; with --model_impl=python use --python_graph_backend");
   }

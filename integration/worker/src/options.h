@@ -23,6 +23,7 @@ struct WorkerOptions {
   std::string device = "auto";
   std::optional<int64_t> device_id;
   std::string dtype = "auto";
+  std::string kv_cache_dtype = "auto";
   int64_t max_seqs_per_batch = 64;
   int64_t max_tokens_per_batch = 2048;
   // vLLM's first default of max_num_batched_tokens with chunked prefill.

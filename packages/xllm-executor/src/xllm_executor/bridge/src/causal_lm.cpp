@@ -128,6 +128,7 @@ PyCausalLM PyCausalLM::load(const LoadOptions& options, const ParallelArgs& para
                                                py::arg("tp_rank") = parallel.tp_rank(),
                                                py::arg("tp_size") = parallel.tp_size(),
                                                py::arg("max_model_len") = max_model_len,
+                                               py::arg("kv_cache_dtype") = options.kv_cache_dtype,
                                                py::arg("progress") = options.progress);
     return PyCausalLM(Impl::make(std::move(model), parallel));
   });

@@ -51,6 +51,7 @@ struct LoadOptions {
   std::string model_path = {};  ///< checkpoint directory: config.json and *.safetensors
   std::string device = "cpu";   ///< "cpu", "cuda", "cuda:1", ...
   std::string dtype = {};       ///< "float32", "bfloat16", "float16"; empty: the config's
+  std::string kv_cache_dtype = "auto";  ///< "auto": the model's; "fp8_e4m3": with the checkpoint's scales
   int64_t max_model_len = 0;    ///< longest context to serve, which rope may depend on; 0: unknown
   bool progress = false;        ///< show a progress bar on stderr
 };
