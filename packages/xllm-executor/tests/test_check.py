@@ -50,6 +50,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_a_sound_port_passes_with_an_fp8_cache(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(checkpoint), "--model", "ports:Sound", "--kv-cache-dtype", "fp8_e4m3"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("port", ["Sound", "LayerNormed"])
 def test_a_sound_port_passes(port: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ class Options:
     device: str = "cpu"
     dtype: str = "float32"
     attention: str = "torch"
+    kv_cache_dtype: str = "auto"
     tp: int = 1
 
 
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu records graphs and replays them, cuda captures them")
     parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
     parser.add_argument("--attention", default="torch", help="backend under graphs; the eager reference uses torch")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto (default): the model's; or fp8_e4m3")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="also compare N ranks with one")
 
 
@@ -106,5 +108,10 @@ def _load(options: Options, rank: int = 0, size: int = 1, device: str | None = N
     if options.model is not None:
         register_port(options.model, options.directory)
     return load_model(
-        options.directory, device=device or options.device, dtype=options.dtype, tp_rank=rank, tp_size=size
+        options.directory,
+        device=device or options.device,
+        dtype=options.dtype,
+        tp_rank=rank,
+        tp_size=size,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
