@@ -1,6 +1,6 @@
 """Append and attention per layer on a CUDA device: the triton and flashinfer backends, and `auto`.
 
-    python benchmarks/attention.py [--out benchmarks/results/attention-h200.json]
+    python benchmarks/attention.py [--out benchmarks/results/attention-h200.json] [--kv-cache-dtype fp8_e4m3]
     python benchmarks/attention_table.py
 
 Decode is one captured graph of 28 layers with distinct caches (as many as fit into memory; it never matters, since one
@@ -14,6 +14,7 @@ import argparse
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ DTYPE = torch.bfloat16
 PAGE_SIZE, NUM_LAYERS = 16, 28
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 100), (128, 1024, 8192, 32768)
 CACHE_BYTES = 100 << 30
-TOKEN_BYTES = 2 * SPEC.num_kv_heads * SPEC.head_dim * DTYPE.itemsize  # of one layer
 CUDA_CORES, TENSOR_CORES = "flashinfer, CUDA cores", "flashinfer, tensor cores"
 CANDIDATES = ("triton", CUDA_CORES, TENSOR_CORES, "flashinfer", "auto")
 PROMPTS = {  # name -> (tokens in the step, KV length), each times the number of sequences
@@ -42,13 +42,18 @@ PROMPTS = {  # name -> (tokens in the step, KV length), each times the number of
 }
 
 
+def token_bytes() -> int:
+    """Keys and values of a token in one layer."""
+    return sum(one.bytes_per_entry for one in SPEC.cache_specs(DTYPE))
+
+
 def make_caches(num_tokens: int) -> list[LayerCache]:
     """Random caches of `num_tokens` tokens each, for as many layers as fit."""
-    num_caches = max(1, min(NUM_LAYERS, CACHE_BYTES // (num_tokens * TOKEN_BYTES)))
+    num_caches = max(1, min(NUM_LAYERS, CACHE_BYTES // (num_tokens * token_bytes())))
     shape = (num_tokens // PAGE_SIZE, PAGE_SIZE, SPEC.num_kv_heads, SPEC.head_dim)
 
     def fill() -> torch.Tensor:
-        return torch.empty(shape, dtype=DTYPE, device="cuda").normal_()
+        return torch.empty(shape, dtype=DTYPE, device="cuda").normal_().to(SPEC.cache_dtype or DTYPE)
 
     return [LayerCache(k=fill(), v=fill()) for _ in range(num_caches)]
 
@@ -123,7 +128,7 @@ def decode_cell(num_seqs: int, context: int) -> dict[str, Any]:
             del graph
     del caches
     torch.cuda.empty_cache()
-    num_bytes = num_seqs * context * TOKEN_BYTES
+    num_bytes = num_seqs * context * token_bytes()
     cell = {"num_seqs": num_seqs, "context": context, "distinct_caches": num_caches, "bytes": num_bytes, "us": times}
     print(num_seqs, context, {name: f"{us:.1f} us, {num_bytes / us / 1e6:.2f} TB/s" for name, us in times.items()})
     return cell
@@ -186,7 +191,7 @@ def errors() -> dict[str, float]:
             pages = metadata.paged_kv_indices.view(num_seqs, -1)[seq].long()
             assert caches[0].k is not None
             assert caches[0].v is not None
-            k, v = caches[0].k[pages].flatten(0, 1), caches[0].v[pages].flatten(0, 1)
+            k, v = (one.float()[pages].flatten(0, 1) for one in (caches[0].k, caches[0].v))
             reference = reference_attention(qkv[0][seq : seq + 1, :h], k, v, SPEC)[0]
             error = (out[seq].cpu().double() - reference).norm(dim=-1) / reference.norm(dim=-1)
             found = max(found, float(error.max()))
@@ -197,11 +202,16 @@ def errors() -> dict[str, float]:
 
 def main() -> None:
     """Runs everything and writes one result file."""
+    global SPEC
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=result_files.RESULTS / "attention-h200.json")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="fp8 has scales of 1")
     arguments = parser.parse_args()
+    if arguments.kv_cache_dtype == "fp8_e4m3":
+        SPEC = replace(SPEC, cache_dtype=torch.float8_e4m3fn)
     results = {
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "read_tb_s": read_bandwidth(),
         "errors": errors(),
         "plan": plan_times(),
