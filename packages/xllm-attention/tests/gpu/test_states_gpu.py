@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -47,8 +45,7 @@ def _step(read: tuple[int, ...], initial: tuple[bool, ...], bounds: tuple[int, .
 
 
 def _to_device(step: StateStep) -> StateStep:
-    return replace(
-        step,
+    return step._replace(
         read_slots=step.read_slots.cuda(),
         write_slots=step.write_slots.cuda(),
         has_initial=step.has_initial.cuda(),

@@ -7,6 +7,7 @@ ranks run in the same order.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -140,7 +141,11 @@ def _rank(rank: int, load: Load, num_ranks: int, device: str, attention: str, po
         for graph in graph_options(model.device):
             for check, finding in under_graphs(model, attention, graph):
                 report(check, finding)
+        distributed.barrier()  # no rank ends while another still waits for it
         tensor_parallel.leave()
+    # All findings are written. A thread of the process group that still runs as the interpreter ends aborts the
+    # process, which would look like a fault of the model.
+    os._exit(0)
 
 
 _GRACE_S = 1.0  # in which other ranks report the same finding, before the first to end takes them with it

@@ -25,6 +25,9 @@ class FlashInferBackend(AttentionBackend):
     prompt's result does not depend on how it is cut into chunks. Plans read host mirrors only and copy nothing from the
     device. FlashInfer compiles a kernel when it is first used; binding the caches does that, so that no step waits.
 
+    FlashInfer reads the NaN of an fp8 cache as a finite number. So a row that sees a key or value that is not finite
+    may be finite, unlike on the other backends.
+
     Raises:
         ValueError: also by `bind_kv_caches`, for k and v caches of unequal strides, or whose elements are not adjacent.
     """
