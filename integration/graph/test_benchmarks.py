@@ -21,7 +21,8 @@ def test_steps_equal_the_reference_builders(load: Any, first: int, count: int) -
     tokens = np.arange(3 * count, dtype=np.int32).reshape(3, count)
     step = builder.build(requests, first, tokens)
     tables = builder._tables[requests].tolist()
-    expected = build_attention_metadata([count] * 3, [first + count] * 3, tables, batch.PAGE_SIZE)
+    lens = ([count] * 3, [first + count] * 3)
+    expected = build_attention_metadata(*lens, tables, batch.PAGE_SIZE, state_slots=[1, 2, 3])
     for field in FIELDS:
         ours, theirs = getattr(step.metadata, field.name), getattr(expected, field.name)
         if isinstance(theirs, torch.Tensor):
