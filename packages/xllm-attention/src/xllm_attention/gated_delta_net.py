@@ -8,6 +8,7 @@ head.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as cache_results
@@ -214,8 +215,10 @@ def _decode_kernels() -> GatedDeltaDecode | None:
 def _fla_prefill() -> GatedDeltaPrefill | None:
     """Steps with several rows per sequence in fla's kernels; None where fla-core is not installed."""
     try:
-        from fla.modules.causal_conv1d import causal_conv1d
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ImportWarning)  # that flash-attn, which other parts of fla use, is absent
+            from fla.modules.causal_conv1d import causal_conv1d
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:
         return None
     from .gated_delta_prefill import GatedDeltaPrefill

@@ -92,7 +92,8 @@ def test_a_captured_decode_step_reads_the_slots_of_each_replay() -> None:
     for read, initial in (((5, 4, -1, -1), (True, False, False, False)), ((8, 7, 6, 5), (True,) * 4)):
         wanted_states, wanted = _on(cache, "cuda"), torch.empty_like(out)
         spec.run(_to_device(_step(read, initial)), wanted_states, inputs, wanted)
-        step.read_slots.copy_(torch.tensor(read))
+        for slots in (step.read_slots, step.write_slots):
+            slots.copy_(torch.tensor(read))
         step.has_initial.copy_(torch.tensor(initial))
         graph.replay()
         assert torch.equal(out, wanted)
