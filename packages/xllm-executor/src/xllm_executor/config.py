@@ -37,6 +37,8 @@ class ExecutorConfig:
             end. Without it these lines are log records.
         attention_backend: one of `xllm_attention.available_backends()`, a choice per phase such as
             "decode=triton,prefill=flashinfer", or `auto`, which chooses one for each step.
+        kv_groups: the host gives each KV cache group of the model a page table of its own, so that it can free the
+            pages of sliding windows; see the contract. False: one page table serves all layers.
         max_tokens_per_batch: largest number of tokens in a step.
         max_model_len: largest KV length of a sequence. 0 means the length that the model was loaded for, or else its
             max_position_embeddings.
@@ -54,6 +56,7 @@ class ExecutorConfig:
     eager_is_error: bool = False
     progress: bool = False
     attention_backend: str = "auto"
+    kv_groups: bool = False
     max_tokens_per_batch: int = 8192
     max_model_len: int = 0
     validate: bool = False

@@ -86,6 +86,7 @@ class ModelExecutor:
                 max_num_seqs=self._sizes.max_num_seqs,
                 max_num_tokens=self._sizes.max_num_tokens,
                 max_model_len=self._max_model_len,
+                kv_groups=config.kv_groups,
             ),
         )
         self._model: CausalLM | None = model
@@ -96,7 +97,7 @@ class ModelExecutor:
         self._validate = config.validate or os.environ.get("XLLM_VALIDATE") == "1"
         self._vocab_size = model.config.vocab_size
         self._checks_token_ids = self._validate or not reading_waits(model.device)
-        self._num_pages: int | None = None
+        self._num_pages: list[int] | None = None  # by KV cache group
         self._num_slots: int | None = None  # None: no layer keeps a state
         self._warmup_plans = self._backend.plan_counts
 
@@ -122,7 +123,11 @@ class ModelExecutor:
         first = next(layer.k for layer in layers if layer.k is not None)
         self._runners = make_runners(model, self.config, self._backend, self._sizes, self._graph_passes)
         self._device = first.device  # with its index, as every step's tensors have it
-        self._num_pages = first.shape[0]
+        # A group without layers has any number of pages: as many as int32 slots can address.
+        self._num_pages = [2**31 // self._backend.page_size] * (self._backend.num_group_tables + 1)
+        for layer, group in zip(layers, self._backend.kv_group_of_layer, strict=True):
+            for tensor in layer.of_kind(CacheKind.PAGED):
+                self._num_pages[group] = tensor.shape[0]
         states = [tensor for layer in layers for tensor in layer.of_kind(CacheKind.STATE)]
         self._num_slots = states[0].shape[0] if states else None
 
@@ -188,7 +193,8 @@ class ModelExecutor:
                     metadata,
                     num_tokens=tokens.shape[0],
                     num_seqs=metadata.paged_kv_last_page_len_host.shape[0],
-                    num_pages=self._num_pages,
+                    num_pages=self._num_pages[0],
+                    group_num_pages=self._num_pages[1:] or None,
                     num_slots=self._num_slots,
                     page_size=self._backend.page_size,
                     positions=positions,
@@ -338,9 +344,22 @@ def _advance(bar: tqdm[object], what: str) -> None:
 
 def _padding_step(backend: AttentionBackend) -> AttentionMetadata:
     """A decode step of one padding row: it writes nothing to the cache, and its attention output is 0."""
-    device, optional = backend.limits.device, backend.optional_fields
-    step = StaticAttentionMetadata(max_num_tokens=1, max_num_seqs=1, max_num_pages=1, device=device, optional=optional)
-    slots: list[int] | None = [] if backend.runs_state_layers else None
-    empty = build_attention_metadata([], [], [], page_size=1, device=device, state_slots=slots)
+    step = StaticAttentionMetadata(
+        max_num_tokens=1,
+        max_num_seqs=1,
+        max_num_pages=1,
+        device=backend.limits.device,
+        optional=backend.optional_fields,
+        num_group_tables=max(1, backend.num_group_tables),
+    )
+    empty = build_attention_metadata(
+        [],
+        [],
+        [],
+        page_size=1,
+        device=backend.limits.device,
+        state_slots=[] if backend.runs_state_layers else None,
+        group_page_tables=[[]] * backend.num_group_tables,
+    )
     step.fill(empty, num_tokens=1, num_seqs=1)
     return step

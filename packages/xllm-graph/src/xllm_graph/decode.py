@@ -84,6 +84,7 @@ class DecodeGraphRunner:
             max_num_pages=largest * -(-backend.limits.max_model_len // backend.page_size),
             device=backend.limits.device,
             optional=backend.optional_fields,
+            num_group_tables=max(1, backend.num_group_tables),
         )
         self._captured: dict[int, _Captured] = {}
         self._bucket = 0  # of the last step

@@ -13,7 +13,13 @@ from xllm_metadata import AttentionMetadata, build_attention_metadata
 def empty_batch(backend: AttentionBackend) -> AttentionMetadata:
     """A batch without a token or a sequence. Padded to a bucket, it consists of padding alone."""
     return build_attention_metadata(
-        [], [], [], backend.page_size, backend.limits.device, state_slots=_no_slots(backend, 0)
+        [],
+        [],
+        [],
+        backend.page_size,
+        backend.limits.device,
+        state_slots=_no_slots(backend, 0),
+        group_page_tables=[[]] * backend.num_group_tables,
     )
 
 
@@ -32,9 +38,20 @@ def dummy_batch(backend: AttentionBackend, num_tokens: int, num_seqs: int, *, ch
     kv_lens = [min(q_len + chunked, max_model_len) for q_len in q_lens]
     tables = [[0] * -(-kv_len // page_size) for kv_len in kv_lens]
     step = build_attention_metadata(
-        q_lens, kv_lens, tables, page_size, backend.limits.device, state_slots=_no_slots(backend, num_seqs)
+        q_lens,
+        kv_lens,
+        tables,
+        page_size,
+        backend.limits.device,
+        state_slots=_no_slots(backend, num_seqs),
+        group_page_tables=[tables] * backend.num_group_tables,
     )
-    return replace(step, slot_mapping=torch.full_like(step.slot_mapping, -1))
+    slots, group_slots = step.slot_mapping, step.group_slot_mapping
+    return replace(
+        step,
+        slot_mapping=torch.full_like(slots, -1),
+        group_slot_mapping=None if group_slots is None else torch.full_like(group_slots, -1),
+    )
 
 
 def _no_slots(backend: AttentionBackend, num_seqs: int) -> list[int] | None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from xllm_attention import Attention, CacheScales, LayerSpec, StateLayer
+from xllm_attention import Attention, CacheScales, LayerSpec, StateLayer, group_windows, kv_groups
 from xllm_metadata import CacheSpec
 
 from .config import LAYER_TYPES, TEXT_MODEL_TYPE, ModelConfig, text_config
@@ -99,8 +99,15 @@ class CausalLM(nn.Module, ABC):
 
     @property
     def cache_specs(self) -> list[tuple[CacheSpec, ...]]:
-        """The cache tensors that each layer needs, by layer_id. A host allocates and binds them in this order."""
-        return [spec.cache_specs(self.dtype) for spec in self.layer_specs]
+        """The cache tensors that each layer needs, by layer_id. A host allocates and binds them in this order.
+
+        Layers of equal sliding window form a KV cache group, which `CacheSpec.group` and `window` describe.
+        """
+        groups, windows = kv_groups(self.layer_specs), group_windows(self.layer_specs)
+        return [
+            tuple(replace(one, group=group, window=windows[group]) for one in spec.cache_specs(self.dtype))
+            for spec, group in zip(self.layer_specs, groups, strict=True)
+        ]
 
     @classmethod
     def parse_config(cls, raw: Mapping[str, Any]) -> ModelConfig:

@@ -33,7 +33,9 @@ std::vector<std::vector<CacheSpec>> read_cache_specs(const py::object& model) {
       specs.push_back({.name = spec.attr("name").cast<std::string>(),
                        .kind = cache_kind(spec.attr("kind").attr("value").cast<std::string>()),
                        .shape = spec.attr("shape").cast<std::vector<int64_t>>(),
-                       .dtype = scalar_type(spec.attr("dtype"))});
+                       .dtype = scalar_type(spec.attr("dtype")),
+                       .group = spec.attr("group").cast<int64_t>(),
+                       .window = spec.attr("window").cast<int64_t>()});
     }
   }
   return layers;
@@ -43,7 +45,10 @@ std::vector<std::vector<CacheSpec>> read_cache_specs(const py::object& model) {
 
 std::vector<int64_t> CacheSpec::tensor_shape(const CacheSizes& sizes) const {
   std::vector<int64_t> result = {sizes.num_slots};
-  if (kind == CacheKind::kPaged) result = {sizes.num_pages, sizes.page_size};
+  if (kind == CacheKind::kPaged) {
+    const bool own = group > 0 && !sizes.group_num_pages.empty();
+    result = {own ? sizes.group_num_pages.at(static_cast<std::size_t>(group - 1)) : sizes.num_pages, sizes.page_size};
+  }
   result.insert(result.end(), shape.begin(), shape.end());
   return result;
 }

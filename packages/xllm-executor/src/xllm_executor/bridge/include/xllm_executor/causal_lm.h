@@ -31,6 +31,8 @@ struct CacheSizes {
   int64_t num_pages = 0;
   int64_t page_size = 0;
   int64_t num_slots = 0;  ///< state slots; unused by models that keep only pages
+  /// Pages of KV cache groups from 1 on; empty: all groups have num_pages, and one page table.
+  std::vector<int64_t> group_num_pages = {};
 };
 
 /// One cache tensor that a layer needs.
@@ -39,6 +41,8 @@ struct CacheSpec {
   CacheKind kind = CacheKind::kPaged;
   std::vector<int64_t> shape;  ///< of one entry
   at::ScalarType dtype = at::ScalarType::Float;
+  int64_t group = 0;   ///< KV cache group: its tensors have the same number of pages and share a page table
+  int64_t window = 0;  ///< number of keys that a query of the group sees, its own included; 0: all
 
   /// Shape of the whole tensor.
   [[nodiscard]] std::vector<int64_t> tensor_shape(const CacheSizes& sizes) const;

@@ -30,6 +30,8 @@ struct Config {
   bool progress = false;
   /// Attention backend, such as "flashinfer", "decode=triton,prefill=flashinfer", or "auto", which chooses per step.
   std::string attention_backend = "auto";
+  /// Whether the host gives each KV cache group a page table of its own, to free the pages of sliding windows.
+  bool kv_groups = false;
   /// Largest number of tokens in a step.
   int64_t max_tokens_per_batch = 8192;
   /// Largest KV length of a sequence; 0: the length that the model was loaded for, or else its
@@ -52,6 +54,7 @@ void for_each_option(ConfigType& config, Visitor&& visitor) {
   visitor("eager_is_error", config.eager_is_error);
   visitor("progress", config.progress);
   visitor("attention_backend", config.attention_backend);
+  visitor("kv_groups", config.kv_groups);
   visitor("max_tokens_per_batch", config.max_tokens_per_batch);
   visitor("max_model_len", config.max_model_len);
   visitor("validate", config.validate);
