@@ -28,21 +28,24 @@ json values(const at::Tensor& given) {
 
 json values(const std::optional<at::Tensor>& tensor) { return tensor ? values(*tensor) : json(nullptr); }
 
-// {"block_size", "has_states", "entries": [{"tokens", "num_cached", "blocks", "wants_logits", "state_slot"}]} -> every
-// tensor of the batch
+// {"block_size", "has_states", "num_groups", "entries": [{"tokens", "num_cached", "blocks", "wants_logits", "state_slot",
+// "group_blocks"}]} -> every tensor of the batch
 json probe_batch(const json& input) {
   struct Owned {
     std::vector<int32_t> tokens, blocks;
+    std::vector<std::vector<int32_t>> group_blocks;
   };
   std::vector<Owned> owned;
   owned.reserve(input.at("entries").size());
   std::vector<BatchEntry> entries;
   for (const json& entry : input.at("entries")) {
-    const Owned& memory = owned.emplace_back(Owned{entry.at("tokens"), entry.at("blocks")});
+    const Owned& memory = owned.emplace_back(
+        Owned{entry.at("tokens"), entry.at("blocks"), entry.value("group_blocks", std::vector<std::vector<int32_t>>())});
     entries.push_back({memory.tokens, entry.at("num_cached"), memory.blocks, entry.at("wants_logits"),
-                       entry.value("state_slot", -1)});
+                       {memory.group_blocks.begin(), memory.group_blocks.end()}, entry.value("state_slot", -1)});
   }
-  const Batch batch = build_batch(entries, input.at("block_size"), at::Device(at::kCPU), input.value("has_states", false));
+  const Batch batch = build_batch(entries, input.at("block_size"), at::Device(at::kCPU), input.value("has_states", false),
+                                  input.value("num_groups", int64_t{0}));
   const AttentionMetadata& metadata = batch.metadata;
 
   json output = {{"tokens", values(batch.tokens)},

@@ -24,6 +24,7 @@ struct Section {
 struct Layout {
   Section tokens, positions, logits_indices, slot_mapping;
   Section pages_indptr, page_indices, last_page_lens, kv_indptr, qo_indptr;
+  Section group_slots, group_pages;         // [num_groups, T] and [num_groups, P]; both empty without groups
   Section state_slots, has_initial_state;  // the second one holds bytes; both empty without states
   int64_t size = 0;
   int64_t max_query_len = 0;
@@ -42,10 +43,15 @@ int64_t num_new(const BatchEntry& entry) { return std::ssize(entry.new_tokens); 
 int64_t kv_len(const BatchEntry& entry) { return entry.num_cached + num_new(entry); }
 int64_t num_pages(const BatchEntry& entry, int64_t block_size) { return (kv_len(entry) + block_size - 1) / block_size; }
 
-void check_entry(const BatchEntry& entry, int64_t pages) {
+void check_entry(const BatchEntry& entry, int64_t pages, int64_t num_groups) {
   if (entry.num_cached < 0 || std::ssize(entry.blocks) < pages) {
     throw std::logic_error("a sequence of " + std::to_string(kv_len(entry)) + " tokens needs " +
                            std::to_string(pages) + " pages and has " + std::to_string(entry.blocks.size()));
+  }
+  if (std::ssize(entry.group_blocks) < num_groups ||
+      std::ranges::any_of(entry.group_blocks, [&](const auto& table) { return std::ssize(table) < pages; })) {
+    throw std::logic_error("a sequence of " + std::to_string(kv_len(entry)) + " tokens needs " + std::to_string(pages) +
+                           " pages in each of " + std::to_string(num_groups) + " KV cache groups");
   }
   if (entry.wants_logits && entry.new_tokens.empty()) {
     throw std::logic_error("logits are wanted of a sequence without new tokens");
@@ -61,12 +67,12 @@ void check_total(int64_t total_kv, int64_t num_seqs) {
                            std::to_string(total_kv) + "; at most " + std::to_string(kLimit) + " fit into int32");
 }
 
-Layout make_layout(std::span<const BatchEntry> entries, int64_t block_size, bool has_states) {
+Layout make_layout(std::span<const BatchEntry> entries, int64_t block_size, bool has_states, int64_t num_groups) {
   Layout layout;
   int64_t total_new = 0, total_pages = 0, total_logits = 0, total_kv = 0;
   for (const BatchEntry& entry : entries) {
     const int64_t pages = num_pages(entry, block_size);
-    check_entry(entry, pages);
+    check_entry(entry, pages, num_groups);
     total_new += num_new(entry);
     total_pages += pages;
     total_kv += kv_len(entry);
@@ -89,6 +95,8 @@ Layout make_layout(std::span<const BatchEntry> entries, int64_t block_size, bool
   layout.last_page_lens = layout.take(num_seqs);
   layout.kv_indptr = layout.take(num_seqs + 1);
   layout.qo_indptr = layout.take(num_seqs + 1);
+  layout.group_slots = layout.take(num_groups * total_new);
+  layout.group_pages = layout.take(num_groups * total_pages);
   if (has_states) {
     layout.state_slots = layout.take(num_seqs);
     layout.has_initial_state = layout.take((num_seqs + 3) / 4);
@@ -126,6 +134,24 @@ void fill(int32_t* buffer, const Layout& layout, std::span<const BatchEntry> ent
   }
 }
 
+void fill_groups(int32_t* buffer, const Layout& layout, std::span<const BatchEntry> entries, int64_t block_size,
+                 int64_t num_groups) {
+  int32_t* slot = buffer + layout.group_slots.begin;
+  int32_t* page = buffer + layout.group_pages.begin;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    for (const BatchEntry& entry : entries) {
+      const std::span<const int32_t> table = entry.group_blocks[static_cast<size_t>(group)];
+      for (int64_t p = entry.num_cached; p < kv_len(entry); ++p) {
+        *slot++ = static_cast<int32_t>(table[static_cast<size_t>(p / block_size)] * block_size + p % block_size);
+      }
+      // A freed page may have any valid index.
+      page = std::ranges::transform(table.first(static_cast<size_t>(num_pages(entry, block_size))), page,
+                                    [](int32_t block) { return std::max(block, 0); })
+                 .out;
+    }
+  }
+}
+
 void fill_states(int32_t* buffer, const Layout& layout, std::span<const BatchEntry> entries) {
   int32_t* slot = buffer + layout.state_slots.begin;
   auto* has_initial_state = reinterpret_cast<uint8_t*>(buffer + layout.has_initial_state.begin);
@@ -141,12 +167,14 @@ at::Tensor view(const at::Tensor& buffer, const Section& section) {
 
 }  // namespace
 
-Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device, bool has_states) {
-  const Layout layout = make_layout(entries, block_size, has_states);
+Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::Device device, bool has_states,
+                  int64_t num_groups) {
+  const Layout layout = make_layout(entries, block_size, has_states, num_groups);
   // A new buffer per step: the allocator reuses pinned memory only after its copies have completed.
   const at::Tensor host =
       at::empty({layout.size}, at::TensorOptions().dtype(at::kInt).pinned_memory(device.is_cuda()));
   fill(host.mutable_data_ptr<int32_t>(), layout, entries, block_size);
+  fill_groups(host.mutable_data_ptr<int32_t>(), layout, entries, block_size, num_groups);
   if (has_states) fill_states(host.mutable_data_ptr<int32_t>(), layout, entries);
   const at::Tensor on_device = device.is_cpu() ? host : host.to(device, /*non_blocking=*/true);
 
@@ -168,6 +196,10 @@ Batch build_batch(std::span<const BatchEntry> entries, int64_t block_size, at::D
       .is_chunked_prefill(!layout.is_decode && !layout.is_prefill);
   if (!layout.is_decode) {
     batch.metadata.qo_indptr(view(on_device, layout.qo_indptr)).qo_indptr_host(view(host, layout.qo_indptr));
+  }
+  if (num_groups > 0) {
+    batch.metadata.group_slot_mapping(view(on_device, layout.group_slots).view({num_groups, -1}))
+        .group_paged_kv_indices(view(on_device, layout.group_pages).view({num_groups, -1}));
   }
   if (has_states) {
     const at::Tensor flags = view(on_device, layout.has_initial_state).view(at::kBool);

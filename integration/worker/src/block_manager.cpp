@@ -6,8 +6,10 @@
 
 namespace xllm_worker {
 
-BlockManager::BlockManager(int64_t num_blocks, int64_t block_size, bool enable_prefix_cache, PageHash hash)
-    : block_size_(block_size) {
+BlockManager::BlockManager(int64_t num_blocks, int64_t block_size, bool enable_prefix_cache, PageHash hash,
+                           std::span<const KvGroup> groups)
+    : block_size_(block_size), windows_(groups, block_size) {
+  if (enable_prefix_cache && !groups.empty()) throw std::invalid_argument("a prefix cache with several KV cache groups");
   if (num_blocks < 1 || block_size < 1) {
     throw std::invalid_argument("a KV cache of " + std::to_string(num_blocks) + " pages of " +
                                 std::to_string(block_size) + " tokens; both must be at least 1");

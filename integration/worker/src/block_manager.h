@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "prefix_cache.h"
+#include "window_groups.h"
 
 namespace xllm_worker {
 
@@ -21,7 +22,10 @@ struct PrefixCacheCounts {
 // written, and is not written again. A page with reference count 0 stays cached until it is evicted for its memory.
 class BlockManager {
  public:
-  BlockManager(int64_t num_blocks, int64_t block_size, bool enable_prefix_cache, PageHash hash = hash_page);
+  // `groups`: the KV cache groups with page tables of their own. The prefix cache must be off then: a cached prefix would
+  // lack the pages that have left the window.
+  BlockManager(int64_t num_blocks, int64_t block_size, bool enable_prefix_cache, PageHash hash = hash_page,
+               std::span<const KvGroup> groups = {});
 
   int64_t num_blocks() const { return static_cast<int64_t>(ref_counts_.size()); }
   int64_t block_size() const { return block_size_; }
@@ -55,6 +59,9 @@ class BlockManager {
 
   PrefixCacheCounts prefix_cache_counts() const;
 
+  WindowGroups& windows() { return windows_; }
+  const WindowGroups& windows() const { return windows_; }
+
  private:
   int64_t num_pages(int64_t num_tokens) const { return (num_tokens + block_size_ - 1) / block_size_; }
   int64_t& ref_count(int32_t block) { return ref_counts_.at(static_cast<size_t>(block)); }
@@ -69,6 +76,7 @@ class BlockManager {
   std::vector<int64_t> ref_counts_;  // by block
   std::optional<PrefixCache> cache_;
   PrefixCacheCounts counts_;
+  WindowGroups windows_;
 };
 
 }  // namespace xllm_worker

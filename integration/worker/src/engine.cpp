@@ -16,6 +16,17 @@ bool contains(const std::vector<int32_t>& ids, int32_t id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
 }
 
+nlohmann::json to_json(const std::vector<WindowGroups::Usage>& groups) {
+  nlohmann::json result = nlohmann::json::array();
+  for (const WindowGroups::Usage& usage : groups) {
+    result.push_back({{"window", usage.group.window},
+                      {"num_blocks", usage.group.num_blocks},
+                      {"num_used_blocks", usage.num_used},
+                      {"peak_used_blocks", usage.peak_used}});
+  }
+  return result;
+}
+
 nlohmann::json to_json(const StepTimes& times) {
   return {{"count", times.count}, {"seconds", std::chrono::duration<double>(times.total).count()}};
 }
@@ -271,6 +282,7 @@ std::string Engine::stats(const std::string& executor) const {
                       {"num_waiting", scheduler_.num_waiting()},
                       {"num_free_blocks", blocks_.num_free()},
                       {"num_blocks", blocks_.num_blocks()},
+                      {"kv_groups", to_json(blocks_.windows().usage())},
                       {"prefix_cache",
                        {{"num_queried_tokens", cache.num_queried_tokens},
                         {"num_hit_tokens", cache.num_hit_tokens},

@@ -38,7 +38,7 @@ void serve_single_rank(const WorkerOptions& options, const RankConfig& config, P
   const ServerInfo info = make_server_info(options, *loaded);
   TorchStepModel model(
       StepExecutor(prepare_model(options, info, *loaded, std::nullopt), info.block_size, info.num_state_slots > 0,
-                   loaded->device()));
+                   std::ssize(info.kv_groups), loaded->device()));
   output.write(ready_event(info));
   serve(options, info, model, output, signals);
 }
@@ -62,7 +62,7 @@ void serve_rank(const WorkerOptions& options, RankGroup& ranks, ProtocolOutput& 
   std::optional<xllm_executor::TensorParallelGroup> group =
       with_user_messages([&] { return xllm_executor::TensorParallelGroup::join(parallel, group_options); });
   StepExecutor executor(prepare_model(options, info, *loaded, group), info.block_size, info.num_state_slots > 0,
-                        loaded->device());
+                        std::ssize(info.kv_groups), loaded->device());
   ranks.link().set_collective_counter(native::count_collectives(group->name()));
   const auto leave_group = [&] {
     ranks.link().set_collective_counter(nullptr);

@@ -79,10 +79,17 @@ std::string dtype_name(at::ScalarType dtype) {
   }
 }
 
+std::vector<int64_t> group_num_pages(const ServerInfo& info) {
+  std::vector<int64_t> result;
+  for (const KvGroup& group : info.kv_groups) result.push_back(group.num_blocks);
+  return result;
+}
+
 std::vector<std::vector<at::Tensor>> make_kv_caches(const LoadedModel& model, const ServerInfo& info) {
   const xllm_executor::CacheSizes sizes{.num_pages = info.num_blocks,
                                         .page_size = info.block_size,
-                                        .num_slots = info.num_state_slots};
+                                        .num_slots = info.num_state_slots,
+                                        .group_num_pages = group_num_pages(info)};
   std::vector<std::vector<at::Tensor>> caches;
   try {
     for (const auto& layer : model.cache_specs()) {
@@ -153,11 +160,20 @@ std::unique_ptr<LoadedModel> load_model(const WorkerOptions& options, const Rank
 }
 
 ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& model) {
-  int64_t bytes_per_token = 0;
+  int64_t bytes_per_token = 0;  // of the layers that share the main page table
   int64_t bytes_per_state = 0;
+  std::vector<WindowLayers> groups;
   for (const auto& layer : model.cache_specs()) {
     for (const xllm_executor::CacheSpec& spec : layer) {
-      (spec.kind == xllm_executor::CacheKind::kPaged ? bytes_per_token : bytes_per_state) += spec.bytes_per_entry();
+      const bool is_paged = spec.kind == xllm_executor::CacheKind::kPaged;
+      if (is_paged && options.enable_kv_groups && spec.group > 0) {
+        groups.resize(std::max(groups.size(), static_cast<size_t>(spec.group)));
+        WindowLayers& group = groups[static_cast<size_t>(spec.group - 1)];
+        group.window = spec.window;
+        group.bytes_per_token += spec.bytes_per_entry();
+      } else {
+        (is_paged ? bytes_per_token : bytes_per_state) += spec.bytes_per_entry();
+      }
     }
   }
   ServerInfo info;
@@ -168,8 +184,12 @@ ServerInfo make_server_info(const WorkerOptions& options, const LoadedModel& mod
   // load_model has compared the option with the positions that the model can serve.
   info.max_model_len = options.max_model_len.value_or(model.args().max_position_embeddings());
   info.num_state_slots = bytes_per_state > 0 ? options.max_seqs_per_batch : 0;
-  info.num_blocks =
-      choose_num_blocks(options, bytes_per_token, info.num_state_slots * bytes_per_state, info.max_model_len);
+  int64_t bytes_of_others = info.num_state_slots * bytes_per_state;
+  info.kv_groups = choose_group_blocks(options, bytes_per_token, groups, bytes_of_others, info.max_model_len);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    bytes_of_others += info.kv_groups[i].num_blocks * options.block_size * groups[i].bytes_per_token;
+  }
+  info.num_blocks = choose_num_blocks(options, bytes_per_token, bytes_of_others, info.max_model_len);
   info.block_size = options.block_size;
   info.eos_token_ids = model.args().eos_token_ids();
   return info;
@@ -194,6 +214,7 @@ nlohmann::json rank_info(const WorkerOptions& options, const ServerInfo& info, c
                            {"device", at::DeviceTypeName(model.device().type(), /*lower_case=*/true)},
                            {"max_model_len", info.max_model_len},
                            {"num_blocks", info.num_blocks},
+                           {"group_num_blocks", group_num_pages(info)},
                            {"block_size", info.block_size},
                            {"torch", TORCH_VERSION}};
   std::string contract =

@@ -72,6 +72,10 @@ std::vector<Option> make_table() {
       {.name = "enable_prefix_cache",
        .member = &O::enable_prefix_cache,
        .help = "Reuses the KV pages of earlier requests that begin with the same tokens; evicts the least recently used."},
+      {.name = "enable_kv_groups",
+       .member = &O::enable_kv_groups,
+       .help = "Gives sliding-window layers pages of their own, and frees those that have left the window. Turns the "
+               "prefix cache off for models with such layers."},
       {.name = "num_blocks",
        .member = &O::num_blocks,
        .help = "Number of KV cache pages.",

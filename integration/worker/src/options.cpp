@@ -31,6 +31,9 @@ void check_together(const WorkerOptions& options) {
     contradict("--python_graph_backend=" + options.python_graph_backend +
                " needs --model_impl=python; with --model_impl=native use --enable_graph");
   }
+  if (options.enable_kv_groups && is_native) {
+    contradict("--enable_kv_groups=true needs --model_impl=python; the native model has one page table for all layers");
+  }
   parse_device(options);
 }
 

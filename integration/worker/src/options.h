@@ -31,6 +31,7 @@ struct WorkerOptions {
   int64_t max_queued_requests = 4096;
   int64_t block_size = 16;
   bool enable_prefix_cache = true;
+  bool enable_kv_groups = false;
   std::optional<int64_t> num_blocks;
   std::optional<ByteSize> kv_cache_memory;
   std::optional<int64_t> max_model_len;

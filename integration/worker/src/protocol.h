@@ -72,6 +72,7 @@ struct ServerInfo {
   int64_t max_model_len;
   int64_t num_blocks;
   int64_t block_size;
+  std::vector<KvGroup> kv_groups;  // from 1 on; empty: one page table serves all layers
   int64_t num_state_slots;  // 0 for a model whose layers keep no states
   std::vector<int32_t> eos_token_ids;
 };

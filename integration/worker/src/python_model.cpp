@@ -18,6 +18,7 @@ xllm_executor::Config executor_config(const WorkerOptions& options, const Server
   return {.python_graph_backend = options.python_graph_backend,
           .graph_cut_collectives = cut_collectives,
           .progress = progress,
+          .kv_groups = !info.kv_groups.empty(),
           .max_tokens_per_batch = options.max_tokens_per_batch,
           .max_model_len = info.max_model_len};
 }

@@ -28,6 +28,11 @@ std::vector<ScheduledSequence> Scheduler::schedule() {
   int64_t budget = limits_.max_tokens - static_cast<int64_t>(step.size());
   if (!step.empty()) budget = std::min(budget, limits_.max_mixed_prefill_tokens);
   schedule_prompts(step, budget);
+  // Prompts that have begun may hold all pages of a sliding window. Then the youngest ones give theirs back.
+  while (step.empty() && num_running() > 1) {
+    preempt_youngest();
+    schedule_prompts(step, budget);
+  }
   return step;
 }
 
@@ -51,6 +56,9 @@ void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t b
       num_new = budget - budget / 2;
       longest = num_pending / 2;
     }
+    num_new = std::min(num_new, blocks_.windows().max_tokens(prompt.group_blocks) - prompt.num_cached);
+    if (num_new == 0) return;
+    blocks_.windows().grow(prompt.group_blocks, prompt.num_cached + num_new);
     step.push_back({&prompt, num_new});
     budget -= num_new;
   };
@@ -69,14 +77,18 @@ void Scheduler::schedule_prompts(std::vector<ScheduledSequence>& step, int64_t b
       ++next;
       continue;
     }
-    if (!admit(next)) break;
+    if (blocks_.windows().max_tokens({}) == 0 || !admit(next)) break;
     ++i;  // admit() has inserted it at i
     grant(prompt);
   }
   grant_running_before(std::numeric_limits<int64_t>::max());
   // Tokens that no shorter prompt needs: to the shortest cut prompt first.
   for (size_t part = step.size(); part-- > num_decodes && budget > 0;) {
-    const int64_t num_more = std::min(budget, step[part].sequence->num_pending() - step[part].num_new);
+    Sequence& prompt = *step[part].sequence;
+    const int64_t end = prompt.num_cached + step[part].num_new;
+    const int64_t num_more = std::min({budget, prompt.num_pending() - step[part].num_new,
+                                       blocks_.windows().max_tokens(prompt.group_blocks) - end});
+    blocks_.windows().grow(prompt.group_blocks, end + num_more);
     step[part].num_new += num_more;
     budget -= num_more;
   }
@@ -100,7 +112,8 @@ bool Scheduler::admit(size_t index) {
 }
 
 bool Scheduler::make_room_to_decode(Sequence& sequence) {
-  while (!blocks_.grow(sequence.blocks, sequence.num_cached + 1)) {
+  const int64_t num_tokens = sequence.num_cached + 1;
+  while (!blocks_.grow(sequence.blocks, num_tokens) || !blocks_.windows().grow(sequence.group_blocks, num_tokens)) {
     const bool is_youngest = running_.back().get() == &sequence;
     preempt_youngest();
     if (is_youngest) return false;
@@ -114,6 +127,7 @@ void Scheduler::preempt(size_t index) {
   std::unique_ptr<Sequence> sequence = std::move(running_[index]);
   running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(index));
   blocks_.free(sequence->blocks);
+  blocks_.windows().free(sequence->group_blocks);
   free_state_slot(*sequence);
   // Keeps the generated tokens. After the restart, all tokens that are not cached are computed like a prompt.
   sequence->num_cached = 0;
@@ -132,6 +146,7 @@ std::vector<const Sequence*> Scheduler::all() const {
 void Scheduler::update_computed(const ScheduledSequence& part) {
   Sequence& sequence = *part.sequence;
   const int64_t num_before = std::exchange(sequence.num_cached, sequence.num_cached + part.num_new);
+  blocks_.windows().free_before_window(sequence.group_blocks, sequence.num_cached);
   const std::span<const int32_t> tokens = sequence.tokens;
   blocks_.cache_full_blocks(sequence.blocks, tokens.first(static_cast<size_t>(sequence.num_cached)), num_before);
 }
@@ -164,6 +179,7 @@ void Scheduler::remove(const Sequence& sequence, bool has_failed) {
   } else {
     blocks_.free((*found)->blocks);
   }
+  blocks_.windows().free((*found)->group_blocks);
   free_state_slot(**found);
   running_.erase(found);
 }

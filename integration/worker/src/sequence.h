@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "window_groups.h"
+
 namespace xllm_worker {
 
 using Clock = std::chrono::steady_clock;
@@ -41,6 +43,7 @@ struct Sequence {
   int64_t num_prompt_tokens;
   int64_t num_cached = 0;
   std::vector<int32_t> blocks;  // pages, in order
+  GroupTables group_blocks;     // pages of KV cache groups from 1 on; empty until it runs
   int32_t state_slot = -1;      // while it runs
   std::optional<Clock::time_point> first_scheduled;
   std::optional<Clock::time_point> first_token;

@@ -59,11 +59,15 @@ void serve(const WorkerOptions& options,
            StopSignals& signals,
            RankLink* link) {
   // Pages hold no state, so a prefix that is found in the cache would have none.
-  const bool enable_prefix_cache = options.enable_prefix_cache && info.num_state_slots == 0;
-  if (options.enable_prefix_cache && !enable_prefix_cache) {
+  // A hit would also lack the pages that have left a sliding window.
+  const bool has_states = info.num_state_slots > 0, has_groups = !info.kv_groups.empty();
+  const bool enable_prefix_cache = options.enable_prefix_cache && !has_states && !has_groups;
+  if (options.enable_prefix_cache && has_states) {
     write_log("the prefix cache is off: the model has layers that keep a state per sequence");
+  } else if (options.enable_prefix_cache && has_groups) {
+    write_log("the prefix cache is off: --enable_kv_groups frees the pages that have left a sliding window");
   }
-  BlockManager blocks(info.num_blocks, info.block_size, enable_prefix_cache);
+  BlockManager blocks(info.num_blocks, info.block_size, enable_prefix_cache, hash_page, info.kv_groups);
   const EngineLimits limits{
       {options.max_seqs_per_batch, options.max_tokens_per_batch, options.max_mixed_prefill_tokens},
       info.max_model_len,

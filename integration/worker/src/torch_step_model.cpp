@@ -19,6 +19,7 @@ BatchEntry to_entry(const ScheduledSequence& scheduled) {
       .num_cached = sequence.num_cached,
       .blocks = sequence.blocks,
       .wants_logits = scheduled.needs_token(),
+      .group_blocks = {sequence.group_blocks.begin(), sequence.group_blocks.end()},
       .state_slot = sequence.state_slot,
   };
 }
@@ -42,7 +43,7 @@ std::vector<NextToken> sample(const at::Tensor& logits, std::span<const Schedule
 
 at::Tensor StepExecutor::execute(std::span<const BatchEntry> entries) {
   try {
-    at::Tensor logits = model_->execute(in_flight_.hold(build_batch(entries, block_size_, device_, has_states_)));
+    at::Tensor logits = model_->execute(in_flight_.hold(build_batch(entries, block_size_, device_, has_states_, num_groups_)));
     in_flight_.mark();
     return logits;
   } catch (const c10::Error& error) {

@@ -30,10 +30,13 @@ class TensorModel {
 class StepExecutor {
  public:
   // `has_states`: the model's layers keep a state per sequence.
-  StepExecutor(std::unique_ptr<TensorModel> model, int64_t block_size, bool has_states, at::Device device)
+  // `num_groups`: KV cache groups from 1 on.
+  StepExecutor(std::unique_ptr<TensorModel> model, int64_t block_size, bool has_states, int64_t num_groups,
+               at::Device device)
       : model_(std::move(model)),
         block_size_(block_size),
         has_states_(has_states),
+        num_groups_(num_groups),
         device_(device),
         in_flight_(device) {}
 
@@ -46,6 +49,7 @@ class StepExecutor {
   std::unique_ptr<TensorModel> model_;
   int64_t block_size_;
   bool has_states_;
+  int64_t num_groups_;
   at::Device device_;
   StepsInFlight in_flight_;
 };
